@@ -1,0 +1,12 @@
+"""Puts this folder on the path, and swaps in a fast BLAS before anything imports mlx."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+if importlib.util.find_spec("mlx_spec.blas"):
+    from mlx_spec.blas import use_fast_blas
+
+    use_fast_blas()
