@@ -6,6 +6,7 @@ wanders. It knows mlx-lm's model classes and nothing of mlx_spec.
 
 import importlib
 import json
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -19,6 +20,8 @@ from transformers import PreTrainedTokenizerFast
 VOCAB = 259  # 256 bytes, <bos>, <eos>, <pad>
 BOS, EOS, PAD = 256, 257, 258
 WINDOW = 16
+
+TINY_SW, TINY_HYB = "llama_sw", "qwen3_next"  # windows next to full layers, recurrent layers next to full ones
 PROMPT = list(b"The quick brown fox")
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -39,20 +42,108 @@ BASE = dict(
     sliding_window=WINDOW,
 )
 
-# name -> what its config has beyond BASE. `model_type` defaults to the name; `text_config` nests everything else.
+FOUR = dict(num_hidden_layers=4)
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
+DEEPSEEK_MOE = MOE | dict(n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=1.0)
+SHARED_KEYS = dict(
+    num_hidden_layers=6,
+    num_kv_shared_layers=2,
+    layer_types=[SLIDING, FULL] * 3,
+    hidden_size_per_layer_input=16,
+    vocab_size_per_layer_input=VOCAB,
+    final_logit_softcapping=30.0,
+)
+MINISTRAL_ROPE = dict(rope_theta=10000.0, rope_type="default", llama_4_scaling_beta=0.1, original_max_position_embeddings=WINDOW)
+
+# name -> what its config has beyond BASE. `model_type` defaults to the name; with a `text_config`, everything nests in it.
 CONFIGS = {
+    # full layers only
     "llama": dict(),
-    "llama_sw": dict(model_type="llama", num_hidden_layers=4, layer_types=[SLIDING, FULL] * 2),
+    "qwen2": dict(),
     "qwen3": dict(),
-    "gemma3_text": dict(num_hidden_layers=4, sliding_window_pattern=2, query_pre_attn_scalar=32),
+    "qwen3_moe": dict(MOE, decoder_sparse_step=1, mlp_only_layers=[0]),
+    "phi3": dict(),
+    "glm4_moe": dict(
+        DEEPSEEK_MOE, num_hidden_layers=3, first_k_dense_replace=1, rope_scaling=None, use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5
+    ),
+    "deepseek_v3": dict(
+        DEEPSEEK_MOE, first_k_dense_replace=1, num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32
+    ),
+    "minicpm3": dict(
+        num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32, scale_depth=1.4, scale_emb=1.0, dim_model_base=64,
+        rope_scaling={"type": "longrope", "original_max_position_embeddings": 2048, "long_factor": [1.0] * 16, "short_factor": [1.0] * 16},
+    ),
+    "gemma2": dict(query_pre_attn_scalar=32),
+    # full layers and sliding windows
+    "llama_sw": dict(model_type="llama", layer_types=[SLIDING, FULL] * 2, **FOUR),
+    "ministral3": dict(layer_types=[SLIDING, FULL] * 2, rope_parameters=MINISTRAL_ROPE, **FOUR),
+    "mistral3": dict(text_config=dict(model_type="ministral3", rope_parameters=MINISTRAL_ROPE)),
+    "mistral3_llama": dict(model_type="mistral3", text_config=dict(model_type="llama")),
+    "gemma3_text": dict(sliding_window_pattern=2, query_pre_attn_scalar=32, **FOUR),
+    "gpt_oss": dict(MOE, num_local_experts=4, layer_types=[SLIDING, FULL] * 2, **FOUR),
+    "exaone4": dict(sliding_window_pattern="LG", rope_scaling={"rope_type": "default"}, **FOUR),
+    "olmo3": dict(layer_types=[SLIDING, FULL] * 2, **FOUR),
+    "cohere2": dict(sliding_window_pattern=2, logit_scale=1.0, **FOUR),
+    "mimo_v2_flash": dict(
+        DEEPSEEK_MOE, **FOUR, hybrid_layer_pattern=[0, 1, 1, 0], moe_layer_freq=[0, 1, 1, 1], add_swa_attention_sink_bias=True,
+        add_full_attention_sink_bias=False, sliding_window_size=WINDOW, layernorm_epsilon=1e-5, swa_rope_theta=10000.0, swa_num_attention_heads=2,
+        swa_num_key_value_heads=2, v_head_dim=32, swa_head_dim=32, swa_v_head_dim=32, partial_rotary_factor=0.5, scoring_func="sigmoid", topk_method="noaux_tc",
+    ),
+    "laguna": dict(MOE, layer_types=[FULL, SLIDING] * 2, shared_expert_intermediate_size=32, **FOUR),
+    # layers that read the keys of an earlier one
+    "gemma3n": dict(text_config=dict(
+        SHARED_KEYS, model_type="gemma3n_text", activation_sparsity_pattern=[0.5] * 2 + [0.0] * 4, altup_num_inputs=3, altup_coef_clip=120.0,
+        altup_correct_scale=True, altup_active_idx=0, laurel_rank=8, rope_local_base_freq=10000.0,
+    )),
+    "gemma4_text": dict(SHARED_KEYS, global_head_dim=64),
+    "gemma4": dict(text_config=dict(SHARED_KEYS, model_type="gemma4_text", global_head_dim=64)),
+    "afm7": dict(hidden_dim=64, num_layers=4, num_kv_reuse_layers=2, num_heads=2, num_kv_heads=1),
+    # rotary scaling that depends on the length
+    "internlm3": dict(rope_scaling={"rope_type": "dynamic", "factor": 2.0}, max_position_embeddings=32),
+    "internlm2": dict(rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=32),
+    # caches that cannot be rewound
+    "llama4": dict(text_config=dict(
+        model_type="llama4_text", attention_bias=False, attention_chunk_size=WINDOW, interleave_moe_layer_step=2, intermediate_size_mlp=96,
+        num_experts_per_tok=1, num_local_experts=4, rope_scaling=None, use_qk_norm=True, **FOUR,
+    )),
+    "qwen3_next": dict(
+        MOE, **FOUR, linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=32, linear_value_head_dim=32, linear_conv_kernel_dim=4,
+        decoder_sparse_step=1, mlp_only_layers=[], shared_expert_intermediate_size=32, partial_rotary_factor=0.5, full_attention_interval=2,
+    ),
+    "mamba2": dict(
+        num_heads=4, state_size=16, conv_kernel=4, n_groups=1, use_bias=False, use_conv_bias=True, layer_norm_epsilon=1e-5,
+        time_step_limit=[0.001, 10.0], time_step_rank="auto", intermediate_size=128,
+    ),
+    "lfm2": dict(
+        layer_types=["conv", FULL] * 2, norm_eps=1e-5, conv_bias=False, conv_L_cache=3, block_dim=64, block_ff_dim=96, block_multiple_of=32,
+        block_ffn_dim_multiplier=1.0, block_auto_adjust_ff_dim=False, **FOUR,
+    ),
 }
 
-TINY_SW = "llama_sw"
 
-# Gains: standard deviation of logits, of a matrix's output for unit input, of norm weights around 1.
-HEAD, MATRIX, NORM = 4.0, 2.0, 0.5
+RECURRENT = ("qwen3_next", "mamba2", "lfm2")
+CHUNKED = ("llama4",)
+LENGTH_DEPENDENT = ("internlm2", "internlm3")  # one pass over many rows gives other logits than single rows
+READS_KEY_LENGTH = ("afm7",)  # takes positions from the number of keys it is handed
+EXACT = tuple(name for name in CONFIGS if name not in RECURRENT + CHUNKED + LENGTH_DEPENDENT + READS_KEY_LENGTH)
 
-NOISE = 0.025  # of `noisy_copy`: about .4 to .8 of its greedy choices agree
+# Standard deviations: of the logits, of a matrix's output for unit input, of norm weights around 1. Norms of queries and keys are SHARP times larger:
+# soft attention averages over the whole context, and then a rollout falls into a short loop.
+HEAD, MATRIX, NORM, SHARP = 4.0, 1.8, 0.5, 1.7
+
+HEADS = ("lm_head.weight", "output.weight")
+EMBEDDINGS = ("embed_tokens.weight", "model.embedding.weight")
+FINAL_NORMS = ("model.norm.weight", "output_norm.weight", "embedding_norm.weight")
+NORMS_PLUS_ONE = ("gemma2", "gemma3_text")  # their norms multiply by 1 + weight
+SHARP_OF = {"gemma3n": 1.0, "gemma4": 0.6, "gemma4_text": 0.6}  # their attention does not divide by sqrt(head_dim)
+
+NOISE = 0.02  # of `noisy_copy`: .4 to .8 of its greedy choices agree, with these exceptions:
+NOISE_OF = {
+    **dict.fromkeys(("gemma2", "gemma3n", "mamba2", "lfm2"), 0.05),
+    **dict.fromkeys(("qwen2", "cohere2"), 0.03),
+    **dict.fromkeys(("gpt_oss", "mimo_v2_flash", "laguna"), 0.015),
+}
+NOISE_KEY = 1_000_000  # keeps the noise of one seed apart from the weights of that seed
 
 
 def config(name: str, **overrides) -> dict:
@@ -70,14 +161,20 @@ def _build(cfg: dict) -> nn.Module:
     return module.Model(module.ModelArgs.from_dict(json.loads(json.dumps(cfg))))
 
 
-def _random(path: str, weight: mx.array, tied: bool, key: mx.array) -> mx.array:
+def _random(path: str, weight: mx.array, *, tied: bool, plus_one: bool, sharp: float, key: mx.array) -> mx.array:
     """A weight's random value, by what it is used for."""
     noise = mx.random.normal(weight.shape, key=key)
     if weight.ndim >= 2:
-        gain = HEAD if path.endswith("lm_head.weight") or (tied and path.endswith("embed_tokens.weight")) else MATRIX
-        return noise * gain * weight.shape[-1] ** -0.5
-    if tied and path.endswith("model.norm.weight"):
-        return noise  # signs decorrelate the newest token from itself, or a tied head would repeat it
+        is_head = path.endswith(EMBEDDINGS if tied else HEADS)
+        return noise * (HEAD if is_head else MATRIX) * weight.shape[-1] ** -0.5
+    if path.endswith(FINAL_NORMS):  # random signs, or with a tied head the newest token would be the likeliest again
+        return (noise if tied else 1 + NORM * noise) - plus_one
+    if path.endswith(("q_norm.weight", "k_norm.weight")):
+        return sharp * (1 + NORM * noise) - plus_one
+    if path.endswith(("quant_key_scale", "quant_value_scale")):
+        return 0.05 * weight  # afm7 rounds keys and values to multiples of this
+    if path.endswith(("bias", "A_log")):
+        return NORM * noise
     return weight + NORM * noise
 
 
@@ -89,29 +186,32 @@ def make(name: str, seed: int = 0, **overrides) -> nn.Module:
 def randomise(model: nn.Module, seed: int) -> nn.Module:
     """Give every weight a random value, and evaluate."""
     weights = tree_flatten(model.parameters())
-    tied = not any(path.endswith("lm_head.weight") for path, _ in weights)
+    traits = dict(
+        tied=not any(path.endswith(HEADS) for path, _ in weights),
+        plus_one=model.model_type in NORMS_PLUS_ONE,
+        sharp=SHARP_OF.get(model.model_type, SHARP),
+    )
     keys = mx.random.split(mx.random.key(seed), len(weights))
-    new = [(path, _random(path, w, tied, k).astype(mx.float32)) for (path, w), k in zip(weights, keys)]
+    new = [(path, _random(path, w, key=k, **traits).astype(mx.float32)) for (path, w), k in zip(weights, keys)]
     model.update(tree_unflatten(new))
     mx.eval(model.parameters())
     return model.eval()
 
 
-def noisy_copy(model: nn.Module, scale: float = NOISE, seed: int = 1) -> nn.Module:
+def noisy_copy(model: nn.Module, scale: float | None = None, seed: int = 1) -> nn.Module:
     """A draft that agrees in part: a copy with noise of `scale` times each weight's standard deviation."""
+    scale = NOISE_OF.get(model.model_type, NOISE) if scale is None else scale
     copy = type(model)(model.args)
     weights = tree_flatten(model.parameters())
-    keys = mx.random.split(mx.random.key(seed), len(weights))
+    keys = mx.random.split(mx.random.key(NOISE_KEY + seed), len(weights))
     new = [(path, w + scale * mx.std(w) * mx.random.normal(w.shape, key=k)) for (path, w), k in zip(weights, keys)]
     copy.update(tree_unflatten(new))
     mx.eval(copy.parameters())
     return copy.eval()
 
 
-ARCHITECTURES = {name: (lambda seed=0, name=name, **over: make(name, seed, **over)) for name in CONFIGS}
+ARCHITECTURES = {name: partial(make, name) for name in CONFIGS}
 
-
-# --- tokenizer and folder
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<bos>{{ m['role'] }}\n{{ m['content'] }}<eos>\n{% endfor %}"
