@@ -62,7 +62,7 @@ def test_the_seed_decides_every_weight(name):
     assert mx.array_equal(a, b) and not mx.allclose(a, other)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma3n", "gemma4", "mistral3", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma3n", "gemma4", "mistral3", "exaone4", "qwen3_next"])
 def test_a_folder_loads_as_the_same_model(name, tmp_path):
     model, _ = mlx_lm.load(str(tiny.write_folder(tmp_path, name, seed=3)))
     assert mx.array_equal(model(FORTY), tiny.make(name, 3)(FORTY))

@@ -53,6 +53,7 @@ SHARED_KEYS = dict(
     vocab_size_per_layer_input=VOCAB,
     final_logit_softcapping=30.0,
 )
+LATENT = dict(num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32)
 MINISTRAL_ROPE = dict(rope_theta=10000.0, rope_type="default", llama_4_scaling_beta=0.1, original_max_position_embeddings=WINDOW)
 
 # name -> what its config has beyond BASE. `model_type` defaults to the name; with a `text_config`, everything nests in it.
@@ -64,13 +65,12 @@ CONFIGS = {
     "qwen3_moe": dict(MOE, decoder_sparse_step=1, mlp_only_layers=[0]),
     "phi3": dict(),
     "glm4_moe": dict(
-        DEEPSEEK_MOE, num_hidden_layers=3, first_k_dense_replace=1, rope_scaling=None, use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5
+        DEEPSEEK_MOE, num_hidden_layers=3, first_k_dense_replace=1, rope_scaling=None, use_qk_norm=True, attention_bias=True,
+        partial_rotary_factor=0.5,
     ),
-    "deepseek_v3": dict(
-        DEEPSEEK_MOE, first_k_dense_replace=1, num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=32
-    ),
+    "deepseek_v3": dict(DEEPSEEK_MOE, **LATENT, v_head_dim=32, first_k_dense_replace=1),
     "minicpm3": dict(
-        num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=32, qk_nope_head_dim=32, scale_depth=1.4, scale_emb=1.0, dim_model_base=64,
+        LATENT, scale_depth=1.4, scale_emb=1.0, dim_model_base=64,
         rope_scaling={"type": "longrope", "original_max_position_embeddings": 2048, "long_factor": [1.0] * 16, "short_factor": [1.0] * 16},
     ),
     "gemma2": dict(query_pre_attn_scalar=32),
@@ -81,13 +81,14 @@ CONFIGS = {
     "mistral3_llama": dict(model_type="mistral3", text_config=dict(model_type="llama")),
     "gemma3_text": dict(sliding_window_pattern=2, query_pre_attn_scalar=32, **FOUR),
     "gpt_oss": dict(MOE, num_local_experts=4, layer_types=[SLIDING, FULL] * 2, **FOUR),
-    "exaone4": dict(sliding_window_pattern="LG", rope_scaling={"rope_type": "default"}, **FOUR),
+    "exaone4": dict(sliding_window_pattern="LG", layer_types=[SLIDING, FULL] * 2, rope_scaling={"rope_type": "default"}, **FOUR),
     "olmo3": dict(layer_types=[SLIDING, FULL] * 2, **FOUR),
     "cohere2": dict(sliding_window_pattern=2, logit_scale=1.0, **FOUR),
     "mimo_v2_flash": dict(
         DEEPSEEK_MOE, **FOUR, hybrid_layer_pattern=[0, 1, 1, 0], moe_layer_freq=[0, 1, 1, 1], add_swa_attention_sink_bias=True,
         add_full_attention_sink_bias=False, sliding_window_size=WINDOW, layernorm_epsilon=1e-5, swa_rope_theta=10000.0, swa_num_attention_heads=2,
-        swa_num_key_value_heads=2, v_head_dim=32, swa_head_dim=32, swa_v_head_dim=32, partial_rotary_factor=0.5, scoring_func="sigmoid", topk_method="noaux_tc",
+        swa_num_key_value_heads=2, v_head_dim=32, swa_head_dim=32, swa_v_head_dim=32, partial_rotary_factor=0.5,
+        scoring_func="sigmoid", topk_method="noaux_tc",
     ),
     "laguna": dict(MOE, layer_types=[FULL, SLIDING] * 2, shared_expert_intermediate_size=32, **FOUR),
     # layers that read the keys of an earlier one
@@ -119,7 +120,6 @@ CONFIGS = {
         block_ffn_dim_multiplier=1.0, block_auto_adjust_ff_dim=False, **FOUR,
     ),
 }
-
 
 RECURRENT = ("qwen3_next", "mamba2", "lfm2")
 CHUNKED = ("llama4",)
@@ -284,7 +284,8 @@ def padded_pair(name: str = "llama", seed: int = 0) -> tuple[nn.Module, nn.Modul
 class ScriptModel(nn.Module):
     """A fake model whose logits are looked up: no weights, so a test can say what is likely where.
 
-    table (V, V): logits after each token; (T, V) with `by_position`: logits after each position, the last row from there on. The ids fed are written to its cache.
+    table (V, V): logits after each token; (T, V) with `by_position`: logits after each position, the last row from there on.
+    The ids fed are written to its cache.
     """
 
     def __init__(self, table, by_position: bool = False):
