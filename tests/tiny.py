@@ -153,7 +153,7 @@ def config(name: str, **overrides) -> dict:
     if text is None:
         return flat
     outer = {"model_type": flat.pop("model_type"), "vocab_size": flat["vocab_size"]}
-    return outer | {"text_config": flat | text}
+    return outer | {"text_config": flat | text | overrides}
 
 
 def _build(cfg: dict) -> nn.Module:
