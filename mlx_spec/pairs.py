@@ -19,6 +19,7 @@ from .errors import PairError, SpecError
 from .folder import apply_adapter, load_folder
 from .gguf import default_dtype, load_gguf
 from .hub import OnProgress
+from .probe import profile
 from .prompts import turn_end
 
 __all__ = ["Entry", "Pair", "catalogue", "find", "load", "pull"]
@@ -56,7 +57,7 @@ class Pair:
         self.notes = tuple(notes)
         if draft is not None and self.tokenizer is not None and draft_tokenizer is not None:
             self.notes += compare_tokenizers(self.tokenizer, draft_tokenizer)
-        for model in [target] if draft in (None, target) else [target, draft]:
+        for model in [target] if draft is None or draft is target else [target, draft]:
             # Not model.parameters(): tables such as rotary frequencies are arrays too, and a lazy
             # array can't be evaluated in another thread than the one that made it.
             mx.eval(model)
@@ -72,7 +73,16 @@ class Pair:
         self._probe()
 
     def _probe(self) -> None:
-        """Hook: what the models can do is tried here, once."""
+        """What the models' caches are and whether they can be verified in rows is tried here, once."""
+        self.target_profile = profile(self.target)
+        self.draft_profile = self.target_profile
+        if self.draft is None:
+            self.draft_profile = None
+        elif self.draft is not self.target:
+            self.draft_profile = profile(self.draft)
+        for role, found in (("target", self.target_profile), ("draft", self.draft_profile)):
+            if found is not None and found.reason:
+                self.notes += (f"plain decoding: the {role} can't speculate, {found.reason}",)
 
     def __repr__(self) -> str:
         return f"Pair({self.name or type(self.target).__module__}, draft={'yes' if self.draft is not None else 'no'})"

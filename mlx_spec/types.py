@@ -184,6 +184,7 @@ class Stats:
     ttft_s: float | None = None
     peak_memory_bytes: int | None = None
     mode: str = "plain"
+    _log: list[tuple[int, tuple[Origin, ...], bool]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def generation_tokens(self) -> int:
@@ -206,9 +207,48 @@ class Stats:
         """Tokens a second from the end of the prompt to the end of the reply."""
         return self.generation_tokens / self.generation_s if self.generation_s else None
 
+    def add_round(self, k: int, origins: Sequence[Origin], cut: bool = False) -> None:
+        """Count one round: k drafted, `origins` of the tokens kept; cut: the reply ended inside it."""
+        self._log.append((k, tuple(origins), cut))
+        self._count(k, origins, cut)
+
+    def drop(self, tokens: int) -> None:
+        """Take back the last tokens: they turned out to lie inside a stop string."""
+        log, self._log = self._log, []
+        while tokens:
+            k, origins, _ = log.pop()
+            kept = origins[: max(len(origins) - tokens, 0)]
+            tokens -= len(origins) - len(kept)
+            if kept:
+                log.append((k, kept, True))
+        for name in ("rounds", "drafted", "accepted", "corrections", "bonuses", "plain"):
+            setattr(self, name, 0)
+        self.drafted_by_position, self.accepted_by_position = [], []
+        for entry in log:
+            self.add_round(*entry)
+
+    def _count(self, k: int, origins: Sequence[Origin], cut: bool) -> None:
+        drafted, accepted = min(k, len(origins)) if cut else k, origins.count("accepted")
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.corrections += origins.count("correction")
+        self.bonuses += origins.count("bonus")
+        self.plain += origins.count("plain")
+        for counts, n in ((self.drafted_by_position, drafted), (self.accepted_by_position, accepted)):
+            counts.extend([0] * (drafted - len(counts)))
+            for i in range(n):
+                counts[i] += 1
+
+    def copy(self) -> Stats:
+        """A snapshot that later rounds do not change."""
+        lists = {n: list(getattr(self, n)) for n in ("drafted_by_position", "accepted_by_position")}
+        return replace(self, **lists, _log=[])
+
     def to_dict(self) -> dict[str, Any]:
         rates = ("generation_tokens", "acceptance_rate", "tokens_per_round", "prompt_tps", "generation_tps")
-        return asdict(self) | {name: getattr(self, name) for name in rates}
+        counts = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+        return counts | {name: getattr(self, name) for name in rates}
 
 
 @dataclass(frozen=True)

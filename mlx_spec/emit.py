@@ -1,0 +1,117 @@
+"""Token ids to text that may be shown: end tokens, the budget, stop strings, half characters.
+
+mlx-lm's detokeniser makes the text and its text state machine finds stop strings, across tokens
+and rounds, holding back what may become one. Tokens are held back with their text, so that ids
+and text agree at every moment. Knows nothing of models, rounds or MLX arrays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Collection, Sequence
+
+from mlx_lm.generate import TextStateMachine
+
+from .types import FinishReason, Token
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What may be shown now. kept: how many of the fed tokens are in the reply; dropped: how many
+    tokens of this or earlier rounds turned out to lie inside a stop string."""
+
+    text: str
+    tokens: tuple[Token, ...]
+    kept: int
+    finish_reason: FinishReason | None
+    dropped: int = 0
+
+
+class Emitter:
+    """One reply's text. The end token is not part of the reply; neither is a stop string."""
+
+    def __init__(
+        self, tokenizer: Any, end_ids: Collection[int], stop: Sequence[str] = (), max_tokens: int | None = None
+    ):
+        self.detokenizer = tokenizer.detokenizer if tokenizer is not None else None
+        self.end_ids = end_ids
+        self.left = max_tokens
+        machine = TextStateMachine({"normal": [(s, None) for s in stop]}) if stop else None
+        self.machine = machine and machine.make_state("normal")
+        self.decoded = 0
+        self.shown = 0
+        self.waiting: deque[tuple[int, Token]] = deque()
+
+    def feed(self, tokens: Sequence[Token]) -> Emission:
+        """Add one round's tokens. After a finish reason nothing more may be fed."""
+        text, kept, finish = "", 0, None
+        for token in tokens:
+            if token.id in self.end_ids:
+                finish = "stop"
+                break
+            text += self._add(token)
+            kept += 1
+            if self.left is not None:
+                self.left -= 1
+            finish = self._finish()
+            if finish:
+                break
+        return self._emission(text, kept, finish)
+
+    def close(self, finish: FinishReason) -> Emission:
+        """End the reply from outside (cancelled): what was held back is shown."""
+        return self._emission("", 0, finish)
+
+    def _add(self, token: Token) -> str:
+        self.waiting.append((self.decoded, token))
+        if self.detokenizer is None:
+            return ""
+        self.detokenizer.add_token(token.id)
+        return self._segment()
+
+    def _segment(self) -> str:
+        """Newly decoded text, less what may be the beginning of a stop string."""
+        segment = self.detokenizer.last_segment
+        self.decoded += len(segment)
+        if self.machine is None:
+            return segment
+        if self._stopped:
+            return ""
+        self.machine, segment, _ = TextStateMachine.step(self.machine, segment)
+        return segment
+
+    @property
+    def _stopped(self) -> bool:
+        return self.machine is not None and self.machine[0] is None
+
+    def _finish(self) -> FinishReason | None:
+        if self._stopped:
+            return "stop_string"
+        return "length" if self.left == 0 else None
+
+    def _emission(self, text: str, kept: int, finish: FinishReason | None) -> Emission:
+        if finish in ("stop", "length", "cancelled") and self.detokenizer is not None:
+            text += self._flush()
+            if self._stopped:
+                finish = "stop_string"
+        self.shown += len(text)
+        released = self._release(finish)
+        dropped = len(self.waiting) if finish else 0
+        return Emission(text, released, kept, finish, dropped)
+
+    def _flush(self) -> str:
+        self.detokenizer.finalize()
+        text = self._segment()
+        if self.machine is None or self._stopped:
+            return text
+        self.machine, held, _ = TextStateMachine.flush(self.machine)
+        return text + held
+
+    def _release(self, finish: FinishReason | None) -> tuple[Token, ...]:
+        """Tokens whose text begins in what is shown; without stop strings, or at an ordinary end, all."""
+        everything = self.machine is None or (finish is not None and finish != "stop_string")
+        released = []
+        while self.waiting and (everything or self.waiting[0][0] < self.shown):
+            released.append(self.waiting.popleft()[1])
+        return tuple(released)

@@ -1,0 +1,128 @@
+"""What a model's caches are, and whether it can be verified in rows: learnt by running it.
+
+No list of names: the model is run with mlx-lm's caches to see what they hold, then k + 1 rows in
+one pass through device-resident caches are compared with the same rows one at a time. A model
+that keeps recurrent state, looks at an offset from Python or whose rows differ is found here, at
+load, and decodes plainly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Callable
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from .cache import Cursor, Full, Layer, Pass, Quantized, Ring, adopt, rung
+
+KEEP = 4  # tokens that a bounded cache never drops, as in mlx-lm
+ROWS = 4
+# Largest relative distance between the two ways of computing the same rows. Float32 differs by
+# rounding only; in half precision a mixture of experts may route a near tie differently.
+TOLERANCE_FLOAT32, TOLERANCE_HALF = 1e-3, 0.25
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's caches, one Layer each; or, in `reason`, why it can only decode plainly."""
+
+    layers: tuple[Layer, ...] = ()
+    head_rows: int = 0
+    reason: str | None = None
+
+    def for_request(
+        self, slack: int, max_kv_size: int | None = None, kv_bits: int | None = None, kv_group_size: int = 64
+    ) -> tuple[Layer, ...]:
+        """The layers of one request: rings wide enough for its drafts, bounded or quantised if asked."""
+        if max_kv_size is not None:
+            return tuple(self._bounded(layer, max_kv_size, slack) for layer in self.layers)
+        if kv_bits is not None:
+            return tuple(Quantized.like(layer, kv_bits, kv_group_size) for layer in self.layers)
+        return tuple(replace(layer, slack=slack) if isinstance(layer, Ring) else layer for layer in self.layers)
+
+    @staticmethod
+    def _bounded(layer: Full, size: int, slack: int) -> Ring:
+        return Ring(layer.heads, layer.key_dim, layer.value_dim, layer.dtype, size, slack, KEEP)
+
+    @property
+    def windowed(self) -> bool:
+        return any(isinstance(layer, Ring) for layer in self.layers)
+
+
+def prompt_cache(model: Callable, max_kv_size: int | None = None) -> list[Any]:
+    """mlx-lm's caches for a prefill; a bound is honoured for every model whose caches are full."""
+    caches = make_prompt_cache(model)
+    if max_kv_size is None:
+        return caches
+    return [RotatingKVCache(max_kv_size, keep=KEEP) for _ in caches]
+
+
+def profile(model: Callable) -> Profile:
+    """Learn a model's caches and test it. Evaluates: call it in the thread that loads the model."""
+    caches = make_prompt_cache(model)
+    logits = model(mx.zeros((1, 2), mx.uint32), cache=caches)
+    head_rows = logits.shape[-1]
+    odd = sorted({type(c).__name__ for c in caches if type(c) not in (KVCache, RotatingKVCache)})
+    if odd:
+        return Profile((), head_rows, f"it keeps its past in {', '.join(odd)}, which can't be rewound yet")
+    if any(c.keys is None for c in caches):
+        return Profile((), head_rows, "some of its caches are filled in a way of its own")
+    layers = tuple(Ring.like(c, slack=2 * ROWS) if type(c) is RotatingKVCache else Full.like(c) for c in caches)
+    reason = _compare(model, layers)
+    return Profile(() if reason else layers, head_rows, reason)
+
+
+def why_not_quantised(pair: Any, profile: Profile, bits: int, group_size: int) -> str | None:
+    """Why a model can't keep quantised keys and values, found by running it once with them."""
+    model = pair.target if profile is pair.target_profile else pair.draft
+    known = pair.compiled.setdefault("why_not_quantised", {})
+    key = (id(model), bits, group_size)
+    if key not in known:
+        known[key] = _try_quantised(model, profile, bits, group_size)
+    return known[key]
+
+
+def _try_quantised(model: Callable, profile: Profile, bits: int, group_size: int) -> str | None:
+    if profile.reason:
+        return profile.reason
+    if profile.windowed:
+        return "it has sliding-window layers, whose caches mlx-lm can't quantise"
+    layers = profile.for_request(0, kv_bits=bits, kv_group_size=group_size)
+    try:
+        state = [layer.buffers(rung(1)) for layer in layers]
+        mx.eval(Pass(model, layers, state, Cursor(mx.array(0), 256))(mx.array([[0, 1]])))
+    except Exception as error:
+        return f"its attention can't read them ({str(error).splitlines()[0][:80]})"
+    return None
+
+
+def _compare(model: Callable, layers: tuple[Layer, ...]) -> str | None:
+    prompt, rows = mx.arange(1, 6)[None], mx.arange(6, 6 + ROWS)[None]
+    single = make_prompt_cache(model)
+    model(prompt, cache=single)
+    expected = mx.concatenate([model(rows[:, i : i + 1], cache=single) for i in range(ROWS)], axis=1)
+    caches = make_prompt_cache(model)
+    model(prompt, cache=caches)
+    state = adopt(layers, caches, rung(1))
+
+    def one_pass(state: list, offset: mx.array) -> mx.array:
+        return Pass(model, layers, state, Cursor(offset, 256))(rows)
+
+    try:
+        # Traced, so that a model that looks at an array from Python can't hide it.
+        got = mx.compile(one_pass)(state, mx.array(prompt.shape[1]))
+        mx.eval(expected, got)
+    except Exception as error:
+        return f"it can't run on device-resident caches ({str(error).splitlines()[0][:80]})"
+    return _distance(expected, got)
+
+
+def _distance(expected: mx.array, got: mx.array) -> str | None:
+    exact = expected.dtype == mx.float32
+    a, b = (x.astype(mx.float32) - x.astype(mx.float32).mean(-1, keepdims=True) for x in (expected, got))
+    apart = mx.linalg.norm(a - b, axis=-1) / mx.linalg.norm(a, axis=-1)
+    worst = apart.max().item() if exact else mx.median(apart).item()
+    if worst <= (TOLERANCE_FLOAT32 if exact else TOLERANCE_HALF):
+        return None
+    return f"several rows in one pass give other logits than single rows (by {worst:.2g})"
