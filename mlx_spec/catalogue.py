@@ -5,6 +5,7 @@ Knows what a name can mean (a pair, a folder, a file, a hub repository). Imports
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
@@ -90,12 +91,13 @@ def locate(name: str, revision: str | None = None, on_progress: OnProgress | Non
 
 def _is_path(name: str) -> bool:
     return (name.startswith(("./", "../", "/", "~")) or name in (".", "..") or "\\" in name
-            or name.endswith(".gguf") or Path(name).exists())
+            or name.endswith(".gguf") or os.path.exists(name))
 
 
 def _locate_path(path: Path) -> Path:
     is_gguf = path.suffix == ".gguf"
-    if not path.exists():
+    # os.path.exists, because a path that is too long makes Path.exists raise.
+    if not os.path.exists(path):
         raise PairError(f"no such {'file' if is_gguf else 'folder'}: {path}")
     if path.is_file() and not is_gguf:
         raise PairError(f"{path} is a file, not an MLX model folder: give the folder it is in")

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from .errors import PairError
+from .folder import first_line
 
 GROUP_SIZE = 32
 _CONTROL, _USER_DEFINED = 3, 4
@@ -70,7 +71,7 @@ def load_gguf(path: str | Path, dtype: mx.Dtype | None) -> tuple[nn.Module, Toke
         model.load_weights(list(weights.items()))
         tokenizer = _tokenizer(path, meta)
     except (KeyError, ValueError) as e:
-        raise PairError(f"{path}: not a complete llama GGUF file ({_first_line(e)}); fetch it again") from e
+        raise PairError(f"{path}: not a complete llama GGUF file ({first_line(e)}); fetch it again") from e
     model.eval()
     mx.eval(model.parameters())
     return model, tokenizer
@@ -86,12 +87,8 @@ def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
     except OSError as e:
         raise PairError(f"{path}: can't be read ({e.strerror}); check the path") from e
     except (RuntimeError, ValueError) as e:
-        raise PairError(f"{path}: can't be read ({_first_line(e)}); fetch it again") from e
+        raise PairError(f"{path}: can't be read ({first_line(e)}); fetch it again") from e
     return weights, {k: v.tolist() if isinstance(v, mx.array) else v for k, v in meta.items()}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200]
 
 
 def _rename(path: str | Path, weights: dict[str, mx.array]) -> dict[str, mx.array]:

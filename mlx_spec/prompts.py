@@ -102,11 +102,12 @@ def _encode_messages(tokenizer: TokenizerWrapper | None, messages: list[dict[str
     for notes, attempt in _attempts(messages):
         try:
             text = _render(tokenizer, attempt, options)
+            ids = _render(tokenizer, attempt, options, tokenize=True)
         except Exception as e:
             failure = failure or e
             continue
         if all(m["content"].strip() in text for m in attempt if m["role"] == "system"):
-            return list(tokenizer.encode(text, add_special_tokens=False)), notes
+            return list(ids), notes
     reason = (str(failure).strip().splitlines() or [""])[0]
     raise ValueError(f"the chat template refuses these messages: {reason}") from failure
 
@@ -122,19 +123,20 @@ def _attempts(messages: list[dict[str, str]]):
             yield (SYSTEM_FOLDED, MERGED), _merged(folded)
 
 
-def _render(tokenizer: TokenizerWrapper, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
-    return tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True} | options, tokenize=False)
+def _render(tokenizer: TokenizerWrapper, messages: list[dict[str, str]], options: dict[str, Any],
+            tokenize: bool = False) -> Any:
+    return tokenizer.apply_chat_template(messages, tokenize=tokenize, **{"add_generation_prompt": True} | options)
 
 
 def _folded(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
+    system = [m["content"] for m in messages if m["role"] == "system"]
     rest = [dict(m) for m in messages if m["role"] != "system"]
-    if len(rest) == len(messages):
+    if not system:
         return messages
-    first = next((m for m in rest if m["role"] == "user"), None)
-    if first is None:
-        return [{"role": "user", "content": system}, *rest]
-    first["content"] = f"{system}\n\n{first['content']}" if first["content"] else system
+    if not any(m["role"] == "user" for m in rest):
+        rest.insert(0, {"role": "user", "content": ""})
+    first = next(m for m in rest if m["role"] == "user")
+    first["content"] = "\n\n".join(text for text in (*system, first["content"]) if text)
     return rest
 
 
@@ -166,4 +168,5 @@ def turn_end(tokenizer: TokenizerWrapper) -> int | None:
     except Exception:
         return None
     ids = tokenizer.encode(text.rpartition("zebra")[2].lstrip(), add_special_tokens=False)
-    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+    added = getattr(tokenizer, "added_tokens_decoder", {}).get(ids[0]) if ids else None
+    return ids[0] if added is not None and added.special else None
