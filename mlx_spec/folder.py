@@ -22,7 +22,7 @@ _AGAIN = "download it again"
 def load_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, TokenizerWrapper]:
     """The model and tokenizer in `folder`, weights evaluated. Raises PairError."""
     config = _read_json(folder / "config.json")
-    _check_config(folder, config, trust_remote_code)
+    _check_config(folder, config)
     _check_weights(folder)
     try:
         model, _ = load_model(folder, trust_remote_code=trust_remote_code)
@@ -65,14 +65,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_config(folder: Path, config: dict[str, Any], trusted: bool) -> None:
-    if not trusted:
-        tokenizer_file = folder / "tokenizer_config.json"
-        tokenizer_config = _read_json(tokenizer_file) if tokenizer_file.exists() else {}
-        own_code = [c.get("auto_map") for c in (config, tokenizer_config) if isinstance(c.get("auto_map"), dict)]
-        # auto_map's model classes are PyTorch; mlx-lm runs only model_file and the tokenizer's.
-        if config.get("model_file") or any("AutoTokenizer" in names for names in own_code):
-            raise PairError(f"{folder} brings its own Python code: read it, then allow it with trust_remote_code")
+def _check_config(folder: Path, config: dict[str, Any]) -> None:
     if config.get("model_file"):
         return
     if not config.get("model_type"):

@@ -89,6 +89,16 @@ def test_the_weights_have_the_type_that_is_asked_for(tmp_path, model, monkeypatc
     assert {v.dtype for _, v in tree_flatten(target.parameters())} == {expected}
 
 
+def test_packed_weights_are_unpacked_in_full_precision():
+    packed, scales, biases = mx.quantize(mx.random.normal((4, 64)), group_size=32, bits=4)
+    weights = {"a.weight": packed, "a.scales": scales.astype(mx.float16), "a.biases": biases.astype(mx.float16)}
+    plain = gguf._dequantised(weights, mx.float32)
+    assert list(plain) == ["a.weight"] and plain["a.weight"].dtype == mx.float32
+    levels = mx.dequantize(packed, mx.ones_like(scales), mx.zeros_like(biases), group_size=32, bits=4).reshape(4, 2, 32)
+    exact = levels * weights["a.scales"].astype(mx.float32)[..., None] + weights["a.biases"].astype(mx.float32)[..., None]
+    assert mx.allclose(plain["a.weight"], exact.reshape(4, 64), rtol=1e-6, atol=1e-6).item()
+
+
 def test_a_type_that_is_none_is_refused(monkeypatch):
     monkeypatch.setenv("MLX_SPEC_DTYPE", "int8")
     with pytest.raises(PairError, match="use float32 or bfloat16"):

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 import tiny
-from fakehub import FakeHub
+from fakehub import SHA, FakeHub
 from huggingface_hub import constants
 
 from mlx_spec import hub, names
@@ -131,6 +131,16 @@ def test_a_cached_repository_that_lost_its_weights_is_downloaded_again_a97(fake_
     weights.unlink()
     names.locate("org/tiny")
     assert weights.exists()
+
+
+def test_a_cache_of_single_files_is_no_model_a94(fake_hub, tmp_path):
+    cached = tmp_path / "hub" / "models--org--tiny"
+    snapshot = cached / "snapshots" / SHA
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(SHA)
+    (snapshot / "config.json").write_text("{}")
+    assert (names.locate("org/tiny") / "model.safetensors").exists()
 
 
 def test_offline_and_not_cached_names_the_repository_a94(fake_hub, monkeypatch):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tiny
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import AddedToken
 
 from mlx_spec import prompts
 from mlx_spec.prompts import MERGED, PLAIN_TEXT, SYSTEM_FOLDED, encode
@@ -116,7 +117,7 @@ def test_two_user_turns_in_a_row_are_joined_when_roles_must_alternate_a71():
     text, notes = text_of(tokenizer, [USER, USER, ANSWER, USER])
     assert text.startswith("<bos>user\nhello\n\nhello<eos>\n<bos>assistant\nhi") and notes == (MERGED,)
     assert text_of(tokenizer, [SYSTEM, USER, USER])[1] == (SYSTEM_FOLDED, MERGED)
-    assert text_of(TOK, [USER, USER])[1] == ()
+    assert text_of(TOK, [USER, USER]) == ("<bos>user\nhello<eos>\n" * 2 + "<bos>assistant\n", ())
 
 
 def test_what_no_change_makes_acceptable_is_one_line_with_the_templates_reason_a71():
@@ -164,4 +165,7 @@ def test_the_token_after_a_turn_is_found_in_the_template_a32():
     assert prompts.turn_end(TOK) == tiny.EOS
     assert prompts.turn_end(with_template(None)) is None
     assert prompts.turn_end(with_template("{% for m in messages %}{{ m['content'] }} {% endfor %}")) is None
+    ordinary = tiny.hf_tokenizer(chat_template="{% for m in messages %}{{ m['content'] }}<x>{% endfor %}")
+    ordinary.add_tokens([AddedToken("<x>", special=False)])
+    assert prompts.turn_end(TokenizerWrapper(ordinary)) is None
     assert prompts.turn_end(with_template(NO_SYSTEM + "{{ raise_exception('no') }}")) is None
