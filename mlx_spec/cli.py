@@ -1,0 +1,340 @@
+"""The command line: `generate`, `pairs`, `pull`.
+
+Knows how to talk to a terminal; what is said comes from the library. What is heavy is imported
+inside the command that needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
+
+from . import __version__
+from .errors import PairError, SpecError
+from .types import KV_BITS, KV_GROUP_SIZES, MAX_DRAFT_TOKENS, VERIFY_RULES, Options, Result
+
+if TYPE_CHECKING:
+    from .names import Entry
+    from .pairs import Pair
+
+FAILED, CTRL_C, PIPE_CLOSED = 1, 130, 141  # exit codes; for a wrong command line argparse has 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. Raises SystemExit(2) for a wrong command line."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, SpecError) as e:
+        print("mlx_spec: error:", " ".join(str(e).split()), file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("mlx_spec: interrupted", file=sys.stderr)
+        return CTRL_C
+    except BrokenPipeError:
+        # Python flushes once more at its end, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+# generate
+
+
+def _generate(args: argparse.Namespace) -> int:
+    options, prompt = _options(args), _prompt(args)  # what is wrong with them is said before anything is loaded
+    pair = _load(args)
+    with _ctrl_c() as pressed:
+        result = _decode(pair, prompt, options.but(should_cancel=pressed), shown=not args.json)
+    if args.json:
+        print(json.dumps(result.to_dict()), flush=True)
+    else:
+        print(_report(result), file=sys.stderr)
+    return CTRL_C if result.finish_reason == "cancelled" else 0
+
+
+def _options(args: argparse.Namespace) -> Options:
+    return Options.of(
+        max_tokens=args.max_tokens, temperature=args.temp, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p,
+        seed=args.seed, num_draft_tokens=args.num_draft_tokens, verify=args.verify, stop=args.stop,
+        repetition_penalty=args.repetition_penalty, presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty, prefill_step_size=args.prefill_step_size,
+        max_kv_size=args.max_kv_size, kv_bits=args.kv_bits, kv_group_size=args.kv_group_size,
+        quantized_kv_start=args.quantized_kv_start,
+    )
+
+
+def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
+    text = args.prompt
+    if text == "-":
+        # As bytes: what a pipe carries need not be UTF-8.
+        text = sys.stdin.buffer.read().decode("utf-8", errors="replace")
+    if args.ignore_chat_template:
+        return text
+    system = [] if args.system_prompt is None else [{"role": "system", "content": args.system_prompt}]
+    return [*system, {"role": "user", "content": text}]
+
+
+def _load(args: argparse.Namespace) -> Pair:
+    from .pairs import catalogue, find, load
+
+    target = args.target or args.pair or "demo"
+    if args.pair is not None and find(args.pair) is None:
+        names = ", ".join(entry.name for entry in catalogue())
+        raise PairError(f"no pair has the name {args.pair!r}; pairs are: {names}")
+    return load(
+        target,
+        args.draft_model if args.num_draft_tokens else False,
+        adapter_path=args.adapter_path,
+        draft_adapter_path=args.draft_adapter_path,
+        revision=args.revision,
+        draft_revision=args.draft_revision,
+        trust_remote_code=args.trust_remote_code,
+        draft_required=not args.draft_optional,
+    )
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Turns Ctrl-C into a question that the engine asks each round; the second one ends the process."""
+    pressed = False
+
+    def press(signum: int, frame: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    before = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _decode(pair: Pair, prompt: str | list[dict[str, str]], options: Options, shown: bool) -> Result:
+    from .engine import Decoder
+    from .prompts import encode
+
+    ids, notes = encode(pair.tokenizer, prompt)
+    decoder = Decoder(pair, ids, options)
+    chunks = []
+    for chunk in decoder.chunks():
+        chunks.append(chunk)
+        if shown:
+            _show(chunk.text)
+    text = "".join(chunk.text for chunk in chunks)
+    if shown and not text.endswith("\n"):
+        _show("\n")
+    tokens = tuple(t for chunk in chunks for t in chunk.tokens)
+    return Result(text, tokens, chunks[-1].finish_reason, chunks[-1].stats, decoder.seed, (*pair.notes, *notes))
+
+
+def _show(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+    except UnicodeEncodeError:  # a terminal without this character gets a question mark
+        encoding = sys.stdout.encoding
+        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def _report(result: Result) -> str:
+    """What stderr says after a reply: a line for each thing that was measured, then the notes."""
+    from .hub import readable
+
+    s = result.stats
+    first = "" if s.ttft_s is None else f", the first after {s.ttft_s:.2f} s"
+    lines = [
+        ("prompt", f"{s.prompt_tokens} tokens, {_rate(s.prompt_tps)}"),
+        ("generation", f"{s.generation_tokens} tokens, {_rate(s.generation_tps)}{first}, end: {result.finish_reason}"),
+        ("acceptance", _acceptance(result)),
+        ("peak memory", "n/a" if s.peak_memory_bytes is None else readable(s.peak_memory_bytes)),
+        ("mode", f"{s.mode}, seed {result.seed}"),
+        *(("note", note) for note in result.notes),
+    ]
+    return "\n".join(f"{name + ':':<12} {value}" for name, value in lines)
+
+
+def _rate(tokens_per_s: float | None) -> str:
+    return "n/a" if tokens_per_s is None else f"{tokens_per_s:.1f} tokens/s"
+
+
+def _acceptance(result: Result) -> str:
+    s = result.stats
+    if s.acceptance_rate is None:
+        return "n/a (nothing was drafted)"
+    return f"{s.accepted} of {s.drafted} drafted ({s.acceptance_rate:.0%}), {s.tokens_per_round:.2f} tokens a round"
+
+
+# pairs and pull
+
+
+def _pairs(args: argparse.Namespace) -> int:
+    from .names import catalogue
+
+    entries = catalogue()
+    print(json.dumps([_record(e) for e in entries], indent=1) if args.json else _table(entries), flush=True)
+    return 0
+
+
+def _record(entry: Entry) -> dict[str, Any]:
+    shown = ("name", "target", "draft", "target_bytes", "draft_bytes", "memory_bytes", "licence", "note")
+    return {name: value for name, value in asdict(entry).items() if name in shown} | {"on_disk": entry.on_disk}
+
+
+def _table(entries: Sequence[Entry]) -> str:
+    from .hub import readable
+
+    rows = [("name", "target", "size", "draft", "size", "memory", "here", "licence")]
+    for e in entries:
+        draft = ("the target itself", "-") if e.draft == "self" else (e.draft, readable(e.draft_bytes))
+        rows.append((e.name, e.target, readable(e.target_bytes), *draft, readable(e.memory_bytes),
+                     "yes" if e.on_disk else "no", e.licence))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
+
+
+def _pull(args: argparse.Namespace) -> int:
+    from .names import find, pull
+    from .hub import readable
+
+    entry = find(args.name)
+    if entry is not None:
+        print(f"{entry.name}: {readable(entry.size_bytes)}, {entry.licence}; "
+              f"running it takes about {readable(entry.memory_bytes)} of memory", file=sys.stderr, flush=True)
+    for path in pull(args.name):
+        print(path, flush=True)
+    return 0
+
+
+# the command line itself; its help is the documentation, so ranges and defaults are in it
+
+
+class _Help(argparse.HelpFormatter):
+    """One layout for every version of Python: `-p, --prompt TEXT`, not `-p TEXT, --prompt TEXT`."""
+
+    def __init__(self, prog: str, **kwargs: Any) -> None:
+        super().__init__(prog, max_help_position=32, **kwargs)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {action.metavar or '{' + ','.join(action.choices) + '}'}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    layout = dict(formatter_class=_Help, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="mlx_spec", usage="mlx_spec [-h] [--version] COMMAND ...", **layout,
+        description="Speculative decoding on MLX: a small draft proposes tokens, the target checks them in one pass, "
+                    "and the text is the target's own.",
+        epilog="Environment: MLX_SPEC_CACHE, MLX_SPEC_DTYPE, MLX_SPEC_BLAS, HF_HUB_OFFLINE; see README.md. "
+               "Exit codes: 0 done, 1 an error (one line on stderr), 2 a wrong command line, 130 Ctrl-C.",
+    )
+    parser.add_argument("--version", action="version", version=f"mlx_spec {__version__}", help="print the version")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, run, fill, help, usage, about in (
+        ("generate", _generate, _generate_arguments, "answer a prompt",
+         "[--pair NAME | --target MODEL [--draft-model MODEL]] --prompt TEXT [options]",
+         "Answer a prompt. The text goes to stdout as it is made, statistics and notes to stderr at the end. "
+         "Ctrl-C ends the reply and keeps what there is; a second one ends the program at once."),
+        ("pairs", _pairs, _pairs_arguments, "list the pairs that have a name", "[--json]",
+         "List the pairs that have a name: what is downloaded, the memory a chat needs, whether it is on this machine."),
+        ("pull", _pull, _pull_arguments, "download a pair", "NAME",
+         "Download a pair by its name, or one hub repository. The size is said first; where it is comes to stdout."),
+    ):
+        command = commands.add_parser(
+            name, usage=f"mlx_spec {name} [-h] {usage}", description=about, help=help, **layout)
+        command.set_defaults(run=run)
+        fill(command)
+    return parser
+
+
+def _pairs_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="a JSON list in place of the table; sizes in bytes")
+
+
+def _pull_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="a pair's name (see `mlx_spec pairs`) or owner/name on the hub")
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    _model_arguments(parser)
+    _prompt_arguments(parser)
+    _decoding_arguments(parser)
+    _sampling_arguments(parser)
+    _memory_arguments(parser)
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models", "MODEL is owner/name on the hub, an mlx-lm folder or a .gguf file.")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--pair", metavar="NAME", help="a target and its draft by name, see `mlx_spec pairs` (default: demo)")
+    one.add_argument("--target", "--model", metavar="MODEL", help="the model that answers; also a pair's name")
+    group.add_argument("--draft-model", "--draft", metavar="MODEL",
+                       help="the model that proposes (default: the pair's; with a --target of your own, none)")
+    group.add_argument("--draft-optional", action="store_true",
+                       help="when the draft can't be loaded, answer without it and say so (default: exit with 1)")
+    group.add_argument("--adapter-path", metavar="DIR", help="LoRA adapter for the target; it never reaches the draft")
+    group.add_argument("--draft-adapter-path", metavar="DIR", help="LoRA adapter for the draft")
+    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of the target on the hub (default: main)")
+    group.add_argument("--draft-revision", metavar="REV", help="the same for the draft")
+    group.add_argument("--trust-remote-code", action="store_true",
+                       help="run Python code that the models bring along (default: refuse them)")
+
+
+def _prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("prompt")
+    group.add_argument("--prompt", "-p", metavar="TEXT", required=True,
+                       help="one user message, or plain text where there is no chat template; - reads stdin")
+    group.add_argument("--system-prompt", metavar="TEXT", help="a system message before it")
+    group.add_argument("--ignore-chat-template", action="store_true",
+                       help="take the prompt as plain text that the model continues")
+
+
+def _decoding_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("decoding")
+    group.add_argument("--max-tokens", "-m", type=int, default=256, metavar="N",
+                       help="tokens at most, from 0; -1: no limit (default: %(default)s)")
+    group.add_argument("--num-draft-tokens", type=int, default=4, metavar="K",
+                       help=f"tokens drafted a round, 0 to {MAX_DRAFT_TOKENS}; 0: plain decoding, the draft is not loaded "
+                            "(default: %(default)s)")
+    group.add_argument("--verify", choices=VERIFY_RULES, default="block",
+                       help="how drafts are judged at a temperature above 0; with match a seed gives the same text "
+                            "whatever the draft (default: %(default)s)")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                       help="end the reply before this text; can be given more than once")
+    group.add_argument("--json", action="store_true",
+                       help="one JSON record on stdout in place of the text: text, tokens, counts, notes")
+
+
+def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling", "Filters come first, the temperature last, as in mlx-lm.")
+    group.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature from 0, 0: greedy (default: %(default)s)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="0 to 1; 1 and 0: off (default: %(default)s)")
+    group.add_argument("--top-k", type=int, default=0, metavar="N", help="from 0, 0: off (default: %(default)s)")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 to 1, 0: off (default: %(default)s)")
+    group.add_argument("--seed", type=int, metavar="N", help="0 to 2**64 - 1 (default: a new one, named in the statistics)")
+    group.add_argument("--repetition-penalty", type=float, metavar="X",
+                       help="above 0, 1: none; on the last 20 tokens, as the next two (default: none)")
+    group.add_argument("--presence-penalty", type=float, metavar="X", help="taken off the logit of a token that occurred")
+    group.add_argument("--frequency-penalty", type=float, metavar="X", help="the same, times how often it occurred")
+
+
+def _memory_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("memory")
+    group.add_argument("--prefill-step-size", type=int, default=2048, metavar="N",
+                       help="prompt tokens read at a time, from 1; fewer need less memory (default: %(default)s)")
+    group.add_argument("--max-kv-size", type=int, metavar="N",
+                       help="tokens kept in the caches, from 8: the first 4 and the newest (default: all)")
+    group.add_argument("--kv-bits", type=int, metavar="BITS",
+                       help=f"quantise keys and values: {', '.join(map(str, KV_BITS))} (default: off)")
+    group.add_argument("--kv-group-size", type=int, default=64, metavar="N",
+                       help=f"values that share a scale: {', '.join(map(str, KV_GROUP_SIZES))} (default: %(default)s)")
+    group.add_argument("--quantized-kv-start", type=int, default=0, metavar="N",
+                       help="with --kv-bits: from this many tokens on (default: %(default)s)")
