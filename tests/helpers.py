@@ -1,0 +1,56 @@
+"""What several test files share: plain decoding by mlx-lm as the yardstick, and a tiny pair."""
+
+from functools import lru_cache
+
+import mlx.core as mx
+import tiny
+from mlx_lm.generate import generate_step
+
+from mlx_spec.engine import Decoder
+from mlx_spec.pairs import Pair
+from mlx_spec.types import Options
+
+
+def plain(model, ids, n, **options):
+    """mlx-lm's own greedy tokens."""
+    steps = generate_step(mx.array(ids), model, max_tokens=n, **options)
+    return [token for (token, _), _ in zip(steps, range(n))]
+
+
+@lru_cache(maxsize=None)
+def pair(name="llama", draft="noisy"):
+    """A tiny pair without a tokenizer. draft: 'same', 'noisy', 'other' or None."""
+    target = tiny.make(name)
+    drafts = {
+        "same": lambda: target,
+        "noisy": lambda: tiny.noisy_copy(target),
+        "other": lambda: tiny.make(name, 7),
+        None: lambda: None,
+    }
+    return Pair(target, drafts[draft]())
+
+
+@lru_cache(maxsize=None)
+def text_pair(draft="noisy"):
+    """A tiny llama pair with the byte tokenizer."""
+    target = tiny.make("llama")
+    return Pair(target, tiny.noisy_copy(target) if draft == "noisy" else None, tiny.byte_tokenizer())
+
+
+def decode(pair, ids, *, controller=None, drafter=None, run_ahead=True, memory=None, **options):
+    """A finished Decoder and its tokens' ids."""
+    parts = dict(controller=controller, drafter=drafter, run_ahead=run_ahead, memory=memory)
+    decoder = Decoder(pair, ids, Options(**options), **parts)
+    chunks = list(decoder.chunks())
+    return decoder, [t.id for c in chunks for t in c.tokens]
+
+
+class Scripted:
+    """A controller that goes through a list of k again and again."""
+
+    def __init__(self, *ks):
+        self.ks, self.largest, self.i = ks, max(ks), -1
+
+    def choose(self):
+        self.i += 1
+        return self.ks[self.i % len(self.ks)]
