@@ -83,12 +83,14 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
 def _load(args: argparse.Namespace) -> Pair:
     from .pairs import catalogue, find, load
 
-    target = args.target or args.pair or "demo"
-    if args.pair is not None and find(args.pair) is None:
+    pair = "demo" if args.pair is None else args.pair
+    if find(pair) is None:
         names = ", ".join(entry.name for entry in catalogue())
-        raise PairError(f"no pair has the name {args.pair!r}; pairs are: {names}")
+        raise PairError(f"no pair has the name {pair!r}; pairs are: {names}")
+    if args.draft_model == "":
+        raise PairError("the draft's name is empty: leave --draft-model out for no draft of your own")
     return load(
-        target,
+        pair if args.target is None else args.target,
         args.draft_model if args.num_draft_tokens else False,
         adapter_path=args.adapter_path,
         draft_adapter_path=args.draft_adapter_path,
