@@ -3,6 +3,7 @@
 Offline, with a home and caches of their own. Commands run in this process where they can.
 """
 
+import dataclasses
 import io
 import json
 import os
@@ -15,7 +16,6 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 import tiny
-from mlx.utils import tree_flatten, tree_unflatten
 
 import mlx_spec
 from mlx_spec import cli, engine, hub, names
@@ -158,10 +158,43 @@ def test_the_library_and_the_command_give_the_same_ids_and_counts(run, folders, 
         assert record["stats"][name] == getattr(expected.stats, name), name
 
 
-def test_every_option_but_the_programmers_own_has_a_flag_with_its_default():
-    """What only Python can give (callables, token ids) and the three context sizes have none."""
-    args = cli._parser().parse_args(["generate", "--prompt", "a"])
-    assert cli._options(args) == mlx_spec.Options()
+VALUES = dict(
+    max_tokens=7, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, seed=5, num_draft_tokens=2, verify="token", stop=("a", "b"),
+    repetition_penalty=1.5, presence_penalty=0.25, frequency_penalty=-0.5, prefill_step_size=64, kv_bits=4,
+    kv_group_size=32, quantized_kv_start=9, max_kv_size=512,
+)
+PYTHON_ONLY = {"logits_processors", "logit_bias", "should_cancel", "on_progress", "repetition_context_size",
+               "presence_context_size", "frequency_context_size"}
+
+
+def options_of(flags):
+    return cli._options(cli._parser().parse_args(["generate", "--prompt", "a", *flags]))
+
+
+def test_every_option_that_is_not_pythons_alone_has_a_flag():
+    assert VALUES.keys() == {f.name for f in dataclasses.fields(mlx_spec.Options)} - PYTHON_ONLY
+    assert options_of([]) == mlx_spec.Options()
+    for name, value in VALUES.items():
+        flag = "--temp" if name == "temperature" else f"--{name.replace('_', '-')}"
+        many = value if isinstance(value, tuple) else (value,)
+        assert options_of([f"{flag}={one}" for one in many]) == mlx_spec.Options(**{name: value})
+
+
+def test_what_is_said_of_the_models_reaches_the_loader(monkeypatch, capsys):
+    def load(*arguments, **options):
+        calls.append((*arguments, options))
+        raise DownloadError("not today")
+
+    calls = []
+    monkeypatch.setattr("mlx_spec.pairs.load", load)
+    for line in ("", "--pair qwen3-4b", "--model a --draft b --adapter-path c --draft-adapter-path d --revision e"
+                 " --draft-revision f --trust-remote-code --draft-optional", "--pair qwen3-4b --draft-model b"):
+        assert cli.main(["generate", "--prompt", "a", *line.split()]) == 1
+    nothing = dict(adapter_path=None, draft_adapter_path=None, revision=None, draft_revision=None,
+                   trust_remote_code=False, draft_required=True)
+    everything = dict(adapter_path="c", draft_adapter_path="d", revision="e", draft_revision="f",
+                      trust_remote_code=True, draft_required=False)
+    assert calls == [("demo", None, nothing), ("qwen3-4b", None, nothing), ("a", "b", everything), ("qwen3-4b", "b", nothing)]
 
 
 def test_json_is_one_record_and_nothing_else(run, folders):
