@@ -34,6 +34,7 @@ class Emitter:
     def __init__(
         self, tokenizer: Any, end_ids: Collection[int], stop: Sequence[str] = (), max_tokens: int | None = None
     ):
+        self.tokenizer = tokenizer
         self.detokenizer = tokenizer.detokenizer if tokenizer is not None else None
         self.end_ids = end_ids
         self.left = max_tokens
@@ -41,7 +42,9 @@ class Emitter:
         self.machine = machine and machine.make_state("normal")
         self.decoded = 0
         self.shown = 0
-        self.waiting: deque[tuple[int, Token]] = deque()
+        self.ids: list[int] = []
+        self.waiting: deque[Token] = deque()
+        self.ends: deque[int] = deque()  # where the text of the first waiting tokens ends
 
     def feed(self, tokens: Sequence[Token]) -> Emission:
         """Add one round's tokens. After a finish reason nothing more may be fed."""
@@ -64,7 +67,8 @@ class Emitter:
         return self._emission("", 0, finish)
 
     def _add(self, token: Token) -> str:
-        self.waiting.append((self.decoded, token))
+        self.ids.append(token.id)
+        self.waiting.append(token)
         if self.detokenizer is None:
             return ""
         self.detokenizer.add_token(token.id)
@@ -74,6 +78,8 @@ class Emitter:
         """Newly decoded text, less what may be the beginning of a stop string."""
         segment = self.detokenizer.last_segment
         self.decoded += len(segment)
+        if segment:  # tokens that gave no text yet end where this segment does
+            self.ends.extend([self.decoded] * (len(self.waiting) - len(self.ends)))
         if self.machine is None:
             return segment
         if self._stopped:
@@ -109,9 +115,27 @@ class Emitter:
         return text + held
 
     def _release(self, finish: FinishReason | None) -> tuple[Token, ...]:
-        """Tokens whose text begins in what is shown; without stop strings, or at an ordinary end, all."""
-        everything = self.machine is None or (finish is not None and finish != "stop_string")
-        released = []
-        while self.waiting and (everything or self.waiting[0][0] < self.shown):
-            released.append(self.waiting.popleft()[1])
-        return tuple(released)
+        """Tokens whose text is shown; without stop strings, or at an ordinary end, all."""
+        if finish == "stop_string":
+            ready = self._needed() - (len(self.ids) - len(self.waiting))
+        elif finish or self.machine is None:
+            ready = len(self.waiting)
+        else:
+            ready = sum(end <= self.shown for end in self.ends)
+        for _ in range(min(ready, len(self.ends))):
+            self.ends.popleft()
+        return tuple(self.waiting.popleft() for _ in range(ready))
+
+    def _needed(self) -> int:
+        """The fewest tokens that spell what is shown: what lies wholly in the stop string goes."""
+        needed = len(self.ids)
+        while needed and self._spelt(needed - 1) >= self.shown:
+            needed -= 1
+        return needed
+
+    def _spelt(self, count: int) -> int:
+        detokenizer = self.tokenizer.detokenizer
+        for i in self.ids[:count]:
+            detokenizer.add_token(i)
+        detokenizer.finalize()
+        return len(detokenizer.text)

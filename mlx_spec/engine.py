@@ -107,7 +107,7 @@ class Decoder:
         pair, options = self.pair, self.options
         self.k_max = self._largest(drafter)
         self.slack = 2 * (max(self.k_max, MIN_SLACK) + 1)
-        self.drafter = drafter
+        self.drafter = drafter if self.k_max else None
         if drafter is None and self.k_max:
             layers = self._layers(pair.draft_profile)
             self.drafter = ModelDrafter(pair.draft, layers, pair.draft_vocab_size)
