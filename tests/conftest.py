@@ -10,3 +10,8 @@ if importlib.util.find_spec("mlx_spec.blas"):
     from mlx_spec.blas import use_fast_blas
 
     use_fast_blas()
+
+# Shapes in the signatures of these two are checked while the tests run.
+from jaxtyping import install_import_hook  # noqa: E402
+
+install_import_hook(["mlx_spec.verify", "mlx_spec.sampling"], "shapecheck.checker")
