@@ -30,6 +30,7 @@ def home(tmp_path, monkeypatch):
     for name, value in {"HOME": tmp_path, "HF_HOME": tmp_path / "hf", "MLX_SPEC_CACHE": tmp_path / "cache",
                         "HF_HUB_OFFLINE": "1", "TERM": "dumb"}.items():
         monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # it would hide a missing flush
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
 
 
