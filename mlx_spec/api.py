@@ -40,7 +40,7 @@ def generate(pair: Pair | str, prompt: Prompt, **options: Any) -> Result:
 def _decoder(pair: Pair | str, prompt: Prompt, options: Mapping[str, Any]) -> tuple[Decoder, tuple[str, ...]]:
     checked = Options.of(**options)
     pair = _named(pair) if isinstance(pair, str) else pair
-    ids, notes = encode(pair.tokenizer, prompt)
+    ids, notes = encode(pair.tokenizer, prompt, vocab_size=pair.vocab_size)
     return Decoder(pair, ids, checked), (*pair.notes, *notes)
 
 
