@@ -50,7 +50,7 @@ def _generate(args: argparse.Namespace) -> int:
     options, prompt = _options(args), _prompt(args)  # what is wrong with them is said before anything is loaded
     pair = _load(args)
     with _ctrl_c() as pressed:
-        result = _decode(pair, prompt, options.but(should_cancel=pressed), shown=not args.json)
+        result = _decode(pair, prompt, options | {"should_cancel": pressed}, shown=not args.json)
     if args.json:
         print(json.dumps(result.to_dict()), flush=True)
     else:
@@ -58,8 +58,8 @@ def _generate(args: argparse.Namespace) -> int:
     return CTRL_C if result.finish_reason == "cancelled" else 0
 
 
-def _options(args: argparse.Namespace) -> Options:
-    return Options.of(
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    options = dict(
         max_tokens=args.max_tokens, temperature=args.temp, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p,
         seed=args.seed, num_draft_tokens=args.num_draft_tokens, verify=args.verify, stop=args.stop,
         repetition_penalty=args.repetition_penalty, presence_penalty=args.presence_penalty,
@@ -67,6 +67,8 @@ def _options(args: argparse.Namespace) -> Options:
         max_kv_size=args.max_kv_size, kv_bits=args.kv_bits, kv_group_size=args.kv_group_size,
         quantized_kv_start=args.quantized_kv_start,
     )
+    Options.of(**options)
+    return options
 
 
 def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
@@ -118,22 +120,17 @@ def _ctrl_c() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def _decode(pair: Pair, prompt: str | list[dict[str, str]], options: Options, shown: bool) -> Result:
-    from .engine import Decoder
-    from .prompts import encode
+def _decode(pair: Pair, prompt: str | list[dict[str, str]], options: dict[str, Any], shown: bool) -> Result:
+    from .api import stream_generate
 
-    ids, notes = encode(pair.tokenizer, prompt)
-    decoder = Decoder(pair, ids, options)
-    chunks = []
-    for chunk in decoder.chunks():
-        chunks.append(chunk)
+    stream = stream_generate(pair, prompt, **options)
+    for chunk in stream:
         if shown:
             _show(chunk.text)
-    text = "".join(chunk.text for chunk in chunks)
-    if shown and not text.endswith("\n"):
+    result = stream.result()
+    if shown and not result.text.endswith("\n"):
         _show("\n")
-    tokens = tuple(t for chunk in chunks for t in chunk.tokens)
-    return Result(text, tokens, chunks[-1].finish_reason, chunks[-1].stats, decoder.seed, (*pair.notes, *notes))
+    return result
 
 
 def _show(text: str) -> None:

@@ -169,7 +169,7 @@ PYTHON_ONLY = {"logits_processors", "logit_bias", "should_cancel", "on_progress"
 
 
 def options_of(flags):
-    return cli._options(cli._parser().parse_args(["generate", "--prompt", "a", *flags]))
+    return mlx_spec.Options(**cli._options(cli._parser().parse_args(["generate", "--prompt", "a", *flags])))
 
 
 def test_every_option_that_is_not_pythons_alone_has_a_flag():
