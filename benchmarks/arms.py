@@ -1,0 +1,158 @@
+"""What benchmarks/engine.py runs and times: the engine, mlx-lm, and bare calls of the models.
+
+Decoding only: from the end of the prefill to the last token, on both sides.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import takewhile
+from typing import Any, Iterator, NamedTuple, Sequence
+
+import mlx_spec  # before mlx.core: it puts a fast BLAS in place
+
+import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from mlx_spec.engine import Decoder, Memory
+from mlx_spec.prefill import prefill
+from mlx_spec.types import Options
+
+# Of the noisy copy, relative to each matrix's standard deviation. Greedy acceptance on the ten
+# prompts in float32, 56 tokens each: .74 at k = 2, .60 at k = 4.
+NOISE = 0.06
+NOISE_SEED = 7
+STEPS, IDLE_STEPS = 8, 2  # of a chain: timed, and run before
+
+
+class Setting(NamedTuple):
+    draft: str
+    k: int
+    temperature: float
+
+    def __str__(self) -> str:
+        return f"k={self.k} {self.draft:5} T={self.temperature}"
+
+
+class Models(NamedTuple):
+    pairs: dict[str, Any]  # by draft: self, noisy, none
+    tokenizer: Any
+
+
+def load() -> Models:
+    """The demo target with itself, with a noisy copy and with nothing as its draft; no end tokens."""
+    plain = mlx_spec.load("demo", draft=False)
+    pairs = {"none": plain}
+    for name, draft in (("self", plain.target), ("noisy", noisy_copy(plain.target))):
+        pairs[name] = mlx_spec.Pair(plain.target, draft, plain.tokenizer)
+    for pair in pairs.values():
+        pair.end_ids = frozenset()
+    return Models(pairs, plain.tokenizer)
+
+
+def noisy_copy(model: Any) -> Any:
+    """A second set of weights that agrees in part."""
+    weights = tree_flatten(model.parameters())
+    keys = mx.random.split(mx.random.key(NOISE_SEED), len(weights))
+    copy = type(model)(model.args)
+    copy.update(tree_unflatten([(path, _noisy(w, key)) for (path, w), key in zip(weights, keys)]))
+    mx.eval(copy)
+    return copy.eval()
+
+
+def _noisy(weight: mx.array, key: mx.array) -> mx.array:
+    wide = weight.astype(mx.float32)
+    scale = NOISE * mx.std(wide) if weight.ndim > 1 else 0
+    return (wide + scale * mx.random.normal(weight.shape, key=key)).astype(weight.dtype)
+
+
+def ours(pair: Any, ids: list[int], setting: Setting, tokens: int, seed: int) -> dict[str, Any]:
+    result = mlx_spec.generate(pair, ids, max_tokens=tokens, temperature=setting.temperature, seed=seed,
+                               num_draft_tokens=setting.k)
+    stats = result.stats
+    # A last round that was cut counts only the drafts inside the reply; its work was k.
+    cut = len(list(takewhile(lambda t: t.origin == "accepted", reversed(result.tokens))))
+    return {"ids": result.ids, "seconds": stats.generation_s, "rounds": stats.rounds, "drafted": stats.drafted,
+            "accepted": stats.accepted, "drafts_run": stats.drafted + (setting.k - cut if cut else 0)}
+
+
+def theirs(pair: Any, ids: list[int], setting: Setting, tokens: int, seed: int) -> dict[str, Any]:
+    """mlx-lm's speculative decoding, on caches that hold the prompt already."""
+    caches = filled(pair.target, ids[:-1]) + filled(pair.draft, ids[:-1])
+    mx.random.seed(seed)
+    steps = speculative_generate_step(
+        mx.array(ids[-1:]), pair.target, pair.draft, num_draft_tokens=setting.k, max_tokens=tokens,
+        sampler=make_sampler(temp=setting.temperature), prompt_cache=caches)
+    run = _drive(steps, caches)
+    accepted = sum(run.pop("drafted_tokens"))
+    rounds = tokens - accepted + (run.pop("last_drafted"))
+    return run | {"rounds": rounds, "accepted": accepted, "drafted": rounds * setting.k}
+
+
+def plain_theirs(model: Any, ids: list[int], tokens: int, caches: list | None = None) -> dict[str, Any]:
+    """mlx-lm's plain greedy decoding."""
+    caches = caches or filled(model, ids[:-1])
+    run = _drive(generate_step(mx.array(ids[-1:]), model, max_tokens=tokens, prompt_cache=caches), caches)
+    return {"ids": run["ids"], "seconds": run["seconds"]}
+
+
+def _drive(steps: Iterator[tuple], caches: list) -> dict[str, Any]:
+    ids, flags, seconds, started = [], [], 0.0, time.perf_counter()
+    for token, _, *drafted in steps:
+        seconds = time.perf_counter() - started
+        ids.append(int(token))
+        flags += drafted
+    mx.eval([c.state for c in caches])  # plain decoding leaves a step in flight
+    return {"ids": ids, "seconds": seconds, "drafted_tokens": flags, "last_drafted": int(bool(flags) and flags[-1])}
+
+
+def filled(model: Any, ids: Sequence[int]) -> list:
+    caches = make_prompt_cache(model)
+    prefill(model, caches, ids, Options(prefill_step_size=512))
+    return caches
+
+
+def chain(model: Any, caches: list, rows: int) -> float:
+    """Seconds of one bare call on `rows` rows: each call's argmax feeds the next, the cache is trimmed
+    after it, and the next call is built while this one runs."""
+    y, started = mx.zeros((1, rows), mx.uint32), 0.0
+    for i in range(IDLE_STEPS + STEPS):
+        if i == IDLE_STEPS:
+            mx.eval(y)
+            started = time.perf_counter()
+        y = mx.argmax(model(y, cache=caches), axis=-1)
+        mx.async_eval(y)
+        trim_prompt_cache(caches, rows)
+    mx.eval(y)
+    return (time.perf_counter() - started) / STEPS
+
+
+def costs(pair: Any, caches: dict[int, list], k: int) -> dict[str, float]:
+    """Bare calls: a draft step, a target step, and the target's pass over k + 1 rows."""
+    target, draft = caches[id(pair.target)], caches[id(pair.draft)]
+    return {"draft_s": chain(pair.draft, draft, 1), "target_s": chain(pair.target, target, 1),
+            "verify_s": chain(pair.target, target, k + 1)}
+
+
+def ideal_seconds(run: dict[str, Any], cost: dict[str, float], k: int) -> float:
+    """What the same rounds would take as bare calls: rounds x (k draft steps + a verify). The last
+    rounds of a reply may draft fewer, so drafts are counted and the verify's rows interpolated."""
+    per_row = (cost["verify_s"] - cost["target_s"]) / k
+    return run["rounds"] * cost["target_s"] + run["drafts_run"] * (cost["draft_s"] + per_row)
+
+
+def plain_ours(pair: Any, ids: list[int], tokens: int, caches: list) -> dict[str, Any]:
+    options = Options(max_tokens=tokens, num_draft_tokens=0)
+    chunks = list(Decoder(pair, ids, options, memory=Memory(ids[:-1], caches, [], 0)).chunks())
+    return {"ids": [t.id for c in chunks for t in c.tokens], "seconds": chunks[-1].stats.generation_s}
+
+
+def part(caches: list[KVCache], length: int) -> list[KVCache]:
+    """A copy of the first `length` positions."""
+    copies = [KVCache() for _ in caches]
+    for copy, cache in zip(copies, caches):
+        copy.keys, copy.values, copy.offset = cache.keys + 0, cache.values + 0, length
+    mx.eval([c.state for c in copies])
+    return copies
