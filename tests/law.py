@@ -12,12 +12,17 @@ from typing import Callable, NamedTuple
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from tiny import ScriptModel
 
 from mlx_spec import verify
 from mlx_spec.pairs import Pair
 
 FAIL = float(np.nextafter(np.float32(1), np.float32(0)))  # the largest uniform: fails wherever failing is possible
+
+NOISE_SERVES_TWICE = pytest.mark.xfail(
+    strict=True, reason="round.py keys draft noise by position, and under block a thrown-away draft's noise must not come again"
+)
 
 Law = Callable[[tuple], np.ndarray]  # the law of the next token after a prefix
 
@@ -190,6 +195,22 @@ def block_count_and_first(p: np.ndarray, q: np.ndarray, start: int, k: int) -> n
     return law
 
 
+def filtered(p, temperature=1.0, top_p=1.0, min_p=0.0, top_k=0):
+    """mlx-lm's filters on each row, then the temperature, by sorting in numpy."""
+    keep = np.ones_like(p, dtype=bool)
+    order = np.argsort(-p, axis=-1)
+    ranked = np.take_along_axis(p, order, axis=-1)
+    above = np.cumsum(ranked, axis=-1) - ranked
+    if top_p < 1:
+        np.put_along_axis(keep, order, above < top_p, axis=-1)
+    keep &= p >= min_p * p.max(-1, keepdims=True)
+    if top_k:
+        ranks = np.argsort(order, axis=-1)
+        keep &= ranks < top_k
+    warm = np.where(keep, p ** (1 / temperature), 0)
+    return warm / warm.sum(-1, keepdims=True)
+
+
 def p_value(counts, probs) -> float:
     """Pearson's chi-square, by Wilson and Hilferty's cube root. Rare cells are pooled; an impossible one that occurs is 0.
 
@@ -234,35 +255,35 @@ def script(p, q) -> Pair:
     return pair
 
 
-def draw(rng: np.random.Generator, laws: np.ndarray) -> np.ndarray:
-    """One token from each row."""
-    return (laws.cumsum(-1) < rng.random((len(laws), 1)) * laws.sum(-1, keepdims=True)).sum(-1).clip(0, laws.shape[-1] - 1)
-
-
-def play(rule: str, p_logprobs, q_logprobs, start, k: int, rng, judge=None) -> tuple[np.ndarray, np.ndarray]:
+def play(rule, p_logprobs, q_logprobs, start, k, rng, *, noise=None, coins=None, last_noise=None):
     """One vectorised round of the shipped rule for each start token: accepted (B,), emitted (B, k + 1), -1 beyond.
 
-    p_logprobs, q_logprobs: (V, V) mx arrays, laws by the newest token.
+    p_logprobs, q_logprobs: (V, V) mx arrays, laws by the newest token. All randomness is fresh unless given: noise
+    (k + 1, B, V) draws the drafts (and under match the target's own), coins (B, k), last_noise (B, V) draws the last token.
     """
     batch, vocab = len(start), p_logprobs.shape[0]
-    q = np.exp(np.array(q_logprobs, dtype=np.float64))
-    noise = rng.gumbel(size=(k + 1, batch, vocab)) if rule == "match" else None
-    states = [np.asarray(start)]
+    noise = rng.gumbel(size=(k + 1, batch, vocab)) if noise is None else noise
+    q, states = np.array(q_logprobs), [np.asarray(start)]
     for i in range(k):
-        shared = noise is not None and np.argmax(log(q)[states[-1]] + noise[i], axis=-1)
-        states.append(draw(rng, q[states[-1]]) if noise is None else shared)
+        states.append(np.argmax(q[states[-1]] + noise[i], axis=-1))
     drafts, rows = np.stack(states[1:], axis=1), mx.array(np.stack(states, axis=1))
     tokens, target = mx.array(drafts.astype(np.uint32)), p_logprobs[rows]
     if rule == "match":
-        shared = mx.array(noise.transpose(1, 0, 2).astype(np.float32))
-        verdict = verify.match(tokens, target, shared)
-        last = np.array(mx.argmax(verdict.next_logprobs + verify.row(shared, verdict.accepted), axis=-1))
+        verdict = verify.match(tokens, target, mx.array(noise.transpose(1, 0, 2).astype(np.float32)))
+        last_noise = noise[np.array(verdict.accepted), np.arange(batch)]
     else:
-        coins = mx.array(rng.random((batch, k)).astype(np.float32))
-        verdict = (judge or getattr(verify, rule))(tokens, q_logprobs[rows[:, :k]], target, coins)
-        last = draw(rng, np.exp(np.array(verdict.next_logprobs, dtype=np.float64)))
+        coins = rng.random((batch, k)) if coins is None else coins
+        verdict = getattr(verify, rule)(tokens, q_logprobs[rows[:, :k]], target, mx.array(coins.astype(np.float32)))
+        last_noise = rng.gumbel(size=(batch, vocab)) if last_noise is None else last_noise
+    last = np.argmax(np.array(verdict.next_logprobs) + last_noise.astype(np.float32), axis=-1)
     accepted = np.array(verdict.accepted)
-    places = np.arange(k + 1)
-    emitted = np.where(places < accepted[:, None], np.pad(drafts, ((0, 0), (0, 1))), -1)
+    emitted = np.where(np.arange(k + 1) < accepted[:, None], np.pad(drafts, ((0, 0), (0, 1))), -1)
     emitted[np.arange(batch), accepted] = last
     return accepted, emitted
+
+
+def tally(*columns, shape) -> np.ndarray:
+    """How often each combination occurs."""
+    counts = np.zeros(shape)
+    np.add.at(counts, columns, 1)
+    return counts
