@@ -1,4 +1,4 @@
-"""The loop: prefill, build, submit, read, emit. The only file that evaluates a round.
+"""The loop: build, submit, read, emit. The only file that evaluates a round.
 
     submit r      one mx.async_eval of the round's graph
     submit r + 1  built before r is read: no shape depends on what r decides ("run-ahead")
@@ -14,22 +14,21 @@ import secrets
 import threading
 import time
 from collections import deque
-from dataclasses import replace
 from functools import partial
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import QuantizedKVCache
 
 from . import sampling
-from .cache import Native, Quantized, adopt, convert, grow, read_bound, rung
+from .cache import read_bound
+from .context import CATCH_UP, Context, Memory
 from .control import Controller, Fixed
 from .drafters.model import ModelDrafter
 from .emit import Emission, Emitter
 from .errors import SpecError
-from .prefill import Cancelled, prefill
-from .probe import Profile, prompt_cache, why_not_quantised
+from .prefill import Cancelled
+from .probe import why_not_quantised
 from .round import Plan, Round, State
 from .sampling import Sampling
 from .stepwise import stepwise
@@ -39,9 +38,6 @@ from .types import Chunk, FinishReason, Options, Stats, Token
 # shorter than that stay eager.
 COMPILE_AFTER = 8
 CLEAR_EVERY = 256  # tokens between two returns of MLX's freed buffers, as in mlx-lm
-CATCH_UP = 16  # tokens that a draft may miss before it reads them in rounds of their own
-MIN_SLACK = 8  # a ring's room is made for at least this k, so that requests share shapes
-AHEAD = 1024  # tokens of the reply that buffers are made for at first
 
 # MLX evaluates for one caller at a time; held while a round is built, submitted or read, never
 # over a yield.
@@ -53,15 +49,6 @@ class Flight(NamedTuple):
 
     plan: Plan
     packed: mx.array
-
-
-class Memory(NamedTuple):
-    """What a reply leaves for a later turn: mlx-lm's caches and the tokens that are in them."""
-
-    ids: list[int]
-    target: list[Any]
-    draft: list[Any]
-    draft_length: int
 
 
 class Decoder:
@@ -84,53 +71,43 @@ class Decoder:
         run_ahead: bool = True,
     ):
         check(pair, ids, options)
-        self.pair, self.options, self.memory = pair, options, memory
+        self.pair, self.options = pair, options
         self.history = list(ids)
+        self.length = len(ids)  # tokens read back so far, prompt and reply
         self.controller = controller or Fixed(options.num_draft_tokens)
-        self.sampling = Sampling.of(options)
-        self.seed = secrets.randbits(32) if options.seed is None else options.seed
         self.run_ahead = run_ahead
+        self.seed = secrets.randbits(32) if options.seed is None else options.seed
         self.stats = Stats(prompt_tokens=len(ids))
         self.emitter = Emitter(pair.tokenizer, pair.end_ids, options.stop, options.max_tokens)
         self.finish: FinishReason | None = None
         self.flights: deque[Flight] = deque()
-        self.state: State | None = None
-        self.length = len(ids)  # tokens read back so far, prompt and reply
         self.missed = 0  # committed tokens that the draft has not read, at most
         self.chosen: int | None = None
         self.cleared = 0
-        self._set_up(drafter)
+        # A processor of the user's wants the exact history; one that may keep state, more than that.
+        self.exact_history = bool(options.logits_processors)
+        self.stepwise = not all(sampling.is_pure(p) for p in options.logits_processors)
+        self.k_max = self._largest(drafter)
+        self.context = Context(pair, options, self._round(drafter), self.k_max, memory)
 
     # what this request runs on
 
-    def _set_up(self, drafter: Any) -> None:
+    def _round(self, drafter: Any) -> Round:
         pair, options = self.pair, self.options
-        self.k_max = self._largest(drafter)
-        self.slack = 2 * (max(self.k_max, MIN_SLACK) + 1)
-        self.drafter = drafter if self.k_max else None
         if drafter is None and self.k_max:
-            layers = self._layers(pair.draft_profile)
-            self.drafter = ModelDrafter(pair.draft, layers, pair.draft_vocab_size)
-        processors = tuple(options.logits_processors)
-        self.stepwise = not all(sampling.is_pure(p) for p in processors)
-        self.exact_history = bool(processors)
-        if self.stepwise and self.k_max:
-            self.stats.mode = "speculative, position by position (a logits processor may keep state)"
-        self.round = Round(
-            pair.target, self._layers(pair.target_profile), self.drafter, self.sampling, options.verify,
-            pair.vocab_size, () if self.stepwise else (*sampling.penalties(options), *processors),
-            sampling.context_size(options),
+            drafter = ModelDrafter(pair.draft, pair.draft_profile.layers, pair.draft_vocab_size)
+        processors = () if self.stepwise else (*sampling.penalties(options), *options.logits_processors)
+        return Round(
+            pair.target, pair.target_profile.layers, drafter if self.k_max else None, Sampling.of(options),
+            options.verify, pair.vocab_size, processors, sampling.context_size(options),
         )
-
-    def _layers(self, profile: Profile, quantised: bool = False) -> tuple:
-        options = self.options
-        bits = options.kv_bits if quantised else None
-        return profile.for_request(self.slack, options.max_kv_size, bits, options.kv_group_size)
 
     def _largest(self, drafter: Any) -> int:
         """The largest k that can come; 0, and the reason in the statistics, where none can."""
         reason = self._why_plain(drafter)
         self.stats.mode = f"plain ({reason})" if reason else "speculative"
+        if self.stepwise and not reason:
+            self.stats.mode = "speculative, position by position (a logits processor may keep state)"
         return 0 if reason else self.controller.largest
 
     def _why_plain(self, drafter: Any) -> str | None:
@@ -162,7 +139,8 @@ class Decoder:
         try:
             with _device:
                 mx.reset_peak_memory()
-                self._prefill()
+                self.context.read(self.history, self.seed)
+            self.stats.draft_prompt_s = self.context.draft_prompt_s
             self.stats.prompt_s = time.perf_counter() - started
             while self.finish is None:
                 with _device:
@@ -191,14 +169,14 @@ class Decoder:
         if self.options.should_cancel is not None and self.options.should_cancel():
             self.finish = "cancelled"
             return
-        self._switch()
         if not self.flights:
+            self.context.switch(self.length)
             self._submit()
         if self._may_run_ahead():
             self._submit()
 
     def _may_run_ahead(self) -> bool:
-        if not self.run_ahead or self.exact_history or self._until_switch() is not None:
+        if not self.run_ahead or self.exact_history or self.context.until_switch(self.length) is not None:
             return False
         if self._choose() and self.missed >= CATCH_UP:
             return False
@@ -206,14 +184,15 @@ class Decoder:
         return left is None or left > self.flights[-1].plan.num_draft_tokens + 1
 
     def _submit(self) -> None:
-        plan = self._plan()
-        self._make_room(plan)
-        step, state = self._step(plan), tuple(self.state)
-        self.state = None  # a buffer with a second owner is copied, not written in place
+        plan, context = self._plan(), self.context
+        context.make_room(self.length + (len(self.flights) + 1) * (self.k_max + 1))
+        assert self._longest() + plan.num_draft_tokens + 1 <= context.capacity
+        step, state = self._step(plan), tuple(context.state)
+        context.state = None  # a buffer with a second owner is copied, not written in place
         new_state, packed = step(state)
         del state
         mx.async_eval(packed, new_state)
-        self.state = State(*new_state)
+        context.state = State(*new_state)
         self.flights.append(Flight(plan, packed))
 
     def _read(self) -> tuple[int, list[Token]]:
@@ -263,7 +242,10 @@ class Decoder:
         catch_up = 1
         if k:
             if self.missed >= CATCH_UP:
-                self._catch_up()
+                assert not self.flights  # the tokens must be known
+                start = self.length - 1 - self.missed
+                self.context.catch_up(self.history[start : self.length - 1], start)
+                self.missed = 0
             catch_up = self._bucket()
             self.missed = 1
         else:
@@ -282,12 +264,12 @@ class Decoder:
 
     def _allowed(self, k: int) -> int:
         limit = self.pair.draft_max_length
-        if k and limit is not None and isinstance(self.drafter, ModelDrafter) and self._longest() + k + 1 > limit:
+        if k and limit is not None and self.context.drafts_with_a_model and self._longest() + k + 1 > limit:
             self.stats.mode = f"speculative, then plain: the draft reads at most {limit} tokens"
             return 0
         if not self.flights and self.emitter.left is not None:
             k = min(k, self.emitter.left - 1)
-        until = self._until_switch()
+        until = self.context.until_switch(self.length)
         return k if until is None else min(k, until)
 
     def _bucket(self) -> int:
@@ -297,42 +279,12 @@ class Decoder:
         bucket = 1 << (needed - 1).bit_length()
         return bucket if bucket <= self.length else needed
 
-    def _catch_up(self) -> None:
-        """After a stretch of plain rounds the draft reads what it missed before the round, in
-        pieces that its rings can take. Only with nothing in flight: the tokens must be known."""
-        assert not self.flights
-        start = self.length - 1 - self.missed
-        for i in range(start, self.length - 1, CATCH_UP):
-            piece = self.history[i : min(i + CATCH_UP, self.length - 1)]
-            drafter = self.drafter.read(self.state.drafter, piece, i, read_bound(self.length))
-            self.state = self.state._replace(drafter=drafter)
-            mx.eval(drafter)
-        self.missed = 0
-
-    def _make_room(self, plan: Plan) -> None:
-        """MLX does not check array offsets: a write past the end corrupts the heap."""
-        needed = self.length + (len(self.flights) + 1) * (self.k_max + 1)
-        if needed > self.capacity:
-            self._grow(rung(needed))
-        assert needed <= self.capacity <= self.state.history.shape[1]
-        assert self._longest() + plan.num_draft_tokens + 1 <= self.capacity
-
-    def _grow(self, capacity: int) -> None:
-        history, length, keys, target, drafter = self.state
-        pad = mx.zeros((history.shape[0], capacity - history.shape[1]), history.dtype)
-        history = mx.concatenate([history, pad], axis=1)
-        mx.eval(history)
-        grow(self.round.layers, target, capacity)
-        if self.drafter is not None:
-            self.drafter.grow(drafter, capacity)
-        self.state = State(history, length, keys, target, drafter)
-        self.capacity = capacity
-
     def _step(self, plan: Plan) -> Callable:
         """The function that builds this round: compiled once its shape has proved to be common."""
         if self.stepwise:
-            return stepwise(self.round, self.options.logits_processors, plan, self.history)
-        build = partial(_build, self.round, plan)
+            processors = (*sampling.penalties(self.options), *self.options.logits_processors)
+            return stepwise(self.context.round, processors, plan, self.history)
+        build = partial(_build, self.context.round, plan)
         if self.exact_history or self.pair.target_profile.reason:
             return build
         uses = self.pair.compiled.setdefault((self._signature(), plan), [0, build])
@@ -343,111 +295,17 @@ class Decoder:
 
     def _signature(self) -> tuple:
         """What a compiled round depends on beside its plan and the shapes of its arrays."""
-        r, o = self.round, self.options
+        r, o = self.context.round, self.options
         drafter = (r.drafter.layers, r.drafter.vocab) if type(r.drafter) is ModelDrafter else id(r.drafter)
         bias = tuple(sorted(o.logit_bias.items())) if o.logit_bias else None
         penalties = (o.repetition_penalty, o.repetition_context_size, o.presence_penalty,
                      o.presence_context_size, o.frequency_penalty, o.frequency_context_size)
         return r.layers, drafter, r.sampling, r.rule, r.context, bias, penalties
 
-    # the prompt, and what is left for a later turn
-
-    def _prefill(self) -> None:
-        pair, total = self.pair, len(self.history)
-        self.capacity = rung(total + min(self.options.max_tokens or AHEAD, AHEAD) + 2 * (self.k_max + 1))
-        progress = self.options.on_progress or (lambda read, of: None)
-        progress(0, total)
-        target = self._read_prompt(pair.target, self._caches(pair.target, "target"), self._known("target"),
-                                   lambda read: progress(read, total))
-        layers = self._layers_of(pair.target_profile, target)
-        self.round = replace(self.round, layers=layers)
-        arrays = adopt(layers, target, self.capacity)
-        drafter = self._prefill_drafter()
-        progress(total, total)
-        history = mx.array([self.history + [0] * (self.capacity - total)], dtype=mx.uint32)
-        keys = mx.zeros((3, 2), mx.uint32) if self.sampling.greedy else sampling.make_keys(self.seed)
-        self.state = State(history, mx.array([total]), keys, arrays, drafter)
-        mx.eval(list(self.state))
-
-    def _prefill_drafter(self) -> Any:
-        if self.drafter is None:
-            return ()
-        if not isinstance(self.drafter, ModelDrafter):
-            return self.drafter.start(self.history, self.capacity)
-        started, pair = time.perf_counter(), self.pair
-        caches = self._read_prompt(pair.draft, self._caches(pair.draft, "draft"), self._known("draft"))
-        layers = self._layers_of(pair.draft_profile, caches)
-        self.drafter = replace(self.drafter, layers=layers)
-        self.round = replace(self.round, drafter=self.drafter)
-        arrays = adopt(layers, caches, self.capacity)
-        self.stats.draft_prompt_s = time.perf_counter() - started
-        return arrays
-
-    def _caches(self, model: Any, role: str) -> list[Any]:
-        kept = getattr(self.memory, role, None)
-        return kept or prompt_cache(model, self.options.max_kv_size)
-
-    def _known(self, role: str) -> int:
-        """How many prompt tokens an earlier turn has left in the caches."""
-        if self.memory is None or not getattr(self.memory, role):
-            return 0
-        assert self.history[: len(self.memory.ids)] == self.memory.ids
-        return len(self.memory.ids) if role == "target" else self.memory.draft_length
-
-    def _read_prompt(self, model: Any, caches: list, known: int, progress: Callable = lambda read: None) -> list:
-        options = self.options
-        if model is self.pair.draft and not self._quantisable(self.pair.draft_profile):
-            options = options.but(kv_bits=None)
-        text = self.history[known:-1]
-        if model is self.pair.draft and model is not self.pair.target:
-            text = [min(i, self.pair.draft_vocab_size - 1) for i in text]
-        prefill(model, caches, text, options, lambda read: progress(known + read))
-        return caches
-
-    def _quantisable(self, profile: Profile) -> bool:
-        bits, size = self.options.kv_bits, self.options.kv_group_size
-        return bits is not None and why_not_quantised(self.pair, profile, bits, size) is None
-
-    def _layers_of(self, profile: Profile, caches: list) -> tuple:
-        """The layers for what the prefill left: mlx-lm quantises once a cache is long enough."""
-        if profile.reason:
-            return tuple(Native(c) for c in caches)
-        return self._layers(profile, any(isinstance(c, QuantizedKVCache) for c in caches))
-
-    def _until_switch(self) -> int | None:
-        """Drafts allowed before full caches become quantised; None when they will not."""
-        if self.options.kv_bits is None or any(isinstance(x, Quantized) for x in self.round.layers):
-            return None
-        start = max(self.options.quantized_kv_start, 1)
-        return max(start - self.length, 0)
-
-    def _switch(self) -> None:
-        """Quantise the caches at the same token as mlx-lm would, so that the text is the same."""
-        start = max(self.options.quantized_kv_start, 1)
-        if self._until_switch() is None or self.length - 1 < start:
-            return
-        layers = self._layers(self.pair.target_profile, quantised=True)
-        convert(layers, self.state.target)
-        self.round = replace(self.round, layers=layers)
-        if isinstance(self.drafter, ModelDrafter) and self._quantisable(self.pair.draft_profile):
-            layers = self._layers(self.pair.draft_profile, quantised=True)
-            convert(layers, self.state.drafter)
-            self.drafter = replace(self.drafter, layers=layers)
-            self.round = replace(self.round, drafter=self.drafter)
-
     def leave(self) -> Memory | None:
-        """The caches after a finished reply, rewound to its last token but one; the decoder is spent."""
-        if self.state is None or self.pair.target_profile.reason:
-            return None
+        """What a later turn can build on; the decoder is spent."""
         self._drain()
-        kept = len(self.history) - 1
-        target = [layer.hand_back(a, kept) for layer, a in zip(self.round.layers, self.state.target)]
-        draft, read = [], 0
-        if isinstance(self.drafter, ModelDrafter):
-            read = max(kept - max(self.missed, 1), 0)
-            draft = [layer.hand_back(a, read) for layer, a in zip(self.drafter.layers, self.state.drafter)]
-        self.state = None
-        return Memory(self.history[:kept], target, draft, read)
+        return self.context.leave(self.history, self.missed)
 
 
 def _build(round: Round, plan: Plan, state: tuple) -> tuple[tuple, mx.array]:

@@ -198,11 +198,11 @@ def test_a_write_past_the_end_is_caught_before_it_is_submitted():
     decoder = Decoder(pair(), tiny.PROMPT, Options(max_tokens=None, num_draft_tokens=8))
     chunks = decoder.chunks()
     next(chunks)
-    decoder._grow = lambda capacity: None
+    decoder.context._grow = lambda capacity: None
     with pytest.raises(AssertionError):
         for _ in range(3000):
             next(chunks)
-    assert decoder.length + 2 * 9 > decoder.capacity  # it ran until the room was really used up
+    assert decoder.length + 2 * 9 > decoder.context.capacity  # it ran until the room was really used up
 
 
 def test_buffers_grow_under_way_without_changing_the_reply():
@@ -210,7 +210,7 @@ def test_buffers_grow_under_way_without_changing_the_reply():
     ids, capacities = [], set()
     for chunk in decoder.chunks():
         ids += [t.id for t in chunk.tokens]
-        capacities.add(decoder.capacity)
+        capacities.add(decoder.context.capacity)
         if len(ids) > 2400:
             break
     assert len(capacities) > 1
@@ -225,15 +225,15 @@ def test_a_switch_to_quantised_caches_comes_at_mlx_lms_token(start, prompt):
     options = dict(kv_bits=4, kv_group_size=32, quantized_kv_start=start)
     decoder, got = decode(p, ids, max_tokens=60, num_draft_tokens=4, **options)
     assert got == plain(p.target, ids, 60, **options)
-    assert any(isinstance(layer, Quantized) for layer in decoder.round.layers)
-    assert any(isinstance(layer, Quantized) for layer in decoder.drafter.layers)
+    assert any(isinstance(layer, Quantized) for layer in decoder.context.round.layers)
+    assert any(isinstance(layer, Quantized) for layer in decoder.context.drafter.layers)
 
 
 def test_quantised_caches_are_smaller_and_not_the_dense_ones():
     """A54: not silently dense."""
     def nbytes(**options):
         decoder, ids = decode(pair(), LONG, max_tokens=40, num_draft_tokens=3, **options)
-        return sum(a.nbytes for arrays in decoder.state.target for a in arrays), ids
+        return sum(a.nbytes for arrays in decoder.context.state.target for a in arrays), ids
 
     dense, dense_ids = nbytes()
     packed, packed_ids = nbytes(kv_bits=4, kv_group_size=32)
@@ -256,8 +256,8 @@ def test_a_bounded_cache_gives_mlx_lms_tokens_with_both_models_bounded(name):
     caches = [RotatingKVCache(64, keep=4) for _ in make_prompt_cache(p.target)]
     decoder, got = decode(p, ids, max_tokens=60, num_draft_tokens=3, max_kv_size=64)
     assert got == plain(p.target, ids, 60, prompt_cache=caches)
-    for state in (decoder.state.target, decoder.state.drafter):
-        assert all(a.shape[2] <= 64 + decoder.slack for arrays in state for a in arrays)
+    for state in (decoder.context.state.target, decoder.context.state.drafter):
+        assert all(a.shape[2] <= 64 + decoder.context.slack for arrays in state for a in arrays)
 
 
 def test_a_bound_that_only_some_layers_could_keep_is_refused():

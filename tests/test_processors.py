@@ -79,6 +79,14 @@ def test_a_processor_with_state_counts_emitted_tokens_only(k):
     assert "position by position" in decoder.stats.mode
 
 
+def test_penalties_work_beside_a_processor_with_state():
+    """A40: neither switches the other off."""
+    p, penalties = pair(), dict(repetition_penalty=1.3, logit_bias={5: 3.0})
+    ours = decode(p, LOOP, max_tokens=40, num_draft_tokens=3, logits_processors=[Counting()], **penalties)[1]
+    theirs = plain(p.target, LOOP, 40, logits_processors=[*make_logits_processors(**penalties), Counting()])
+    assert ours == theirs != plain(p.target, LOOP, 40, logits_processors=[Counting()])
+
+
 @pytest.mark.parametrize("verify", ["token", "block", "match"])
 def test_a_processor_with_state_keeps_the_law_at_a_temperature(verify):
     """The control is the same processor, marked as pure: one seed under match gives one text."""

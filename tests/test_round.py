@@ -131,9 +131,9 @@ def test_nothing_in_a_round_looks_at_a_traced_array(request_name, k):
     plan = Plan(k, 2 if k else 1, 256)
 
     def trace(state):
-        return decoder.round(State(*state), plan)[1]
+        return decoder.context.round(State(*state), plan)[1]
 
-    traced, eager = mx.compile(trace)(tuple(decoder.state)), trace(tuple(decoder.state))
+    traced, eager = mx.compile(trace)(tuple(decoder.context.state)), trace(tuple(decoder.context.state))
     assert traced.tolist()[0][: k + 2] == eager.tolist()[0][: k + 2]
 
 
@@ -147,11 +147,11 @@ def test_decoding_copies_no_cache(k, run_ahead):
     target = tiny.make("llama", num_hidden_layers=16)
     p = Pair(target, target)
     decoder = Decoder(p, tiny.PROMPT, Options(max_tokens=None, num_draft_tokens=k), run_ahead=run_ahead)
-    decoder._prefill()
+    decoder.context.read(decoder.history, 0)
     fill(decoder, 16_000)
     for _ in range(12):  # both shapes compiled
         decoder._fill(), decoder._emit()
-    copy = sum(a.nbytes for arrays in decoder.state.target for a in arrays)
+    copy = sum(a.nbytes for arrays in decoder.context.state.target for a in arrays)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     for _ in range(12):
@@ -162,12 +162,12 @@ def test_decoding_copies_no_cache(k, run_ahead):
 
 def fill(decoder, length):
     """A long context without reading one: empty caches that claim `length` positions."""
-    decoder._grow(length + 512)
-    state = decoder.state
-    decoder.state = state._replace(length=mx.array([length]))
+    decoder.context._grow(length + 512)
+    state = decoder.context.state
+    decoder.context.state = state._replace(length=mx.array([length]))
     decoder.length = length
     decoder.history += [0] * (length - len(decoder.history))
-    mx.eval(decoder.state.length)
+    mx.eval(decoder.context.state.length)
 
 
 @pytest.mark.parametrize("draft", ["same", "noisy"])
