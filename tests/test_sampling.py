@@ -1,5 +1,7 @@
 """From logits to laws as mlx-lm does it, seeds, keys, and temperature 0, which uses no randomness at all."""
 
+from itertools import islice
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -92,20 +94,41 @@ def test_numbers_of_neighbouring_positions_and_purposes_do_not_correlate():
     assert related.max() < 4 / np.sqrt(n)
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_no_round_meets_random_numbers_of_another(rule, monkeypatch, request):
-    """F14, in the engine: the key of every draw of a reply, eager rounds, is another one."""
-    request.applymarker(NOISE_SERVES_TWICE)
+@pytest.fixture
+def keys_by_round(monkeypatch):
+    """A function that decodes a few rounds, not compiled yet, and returns the keys of all random draws of each."""
     used = []
     for name in ("gumbel", "uniform"):
         real = getattr(mx.random, name)
         monkeypatch.setattr(mx.random, name, lambda *a, key, real=real, **kw: (used.append(key), real(*a, key=key, **kw))[1])
-    options = Options(max_tokens=12, temperature=1.0, seed=1, num_draft_tokens=4, verify=rule)
-    fresh = script(*np.random.default_rng(1).normal(size=(2, 6, 6)))  # nothing of it is compiled yet
-    chunks = list(Decoder(fresh, [1], options, run_ahead=False).chunks())
-    assert sum(c.tokens[-1].origin == "correction" for c in chunks) >= 2
-    keys = [tuple(k) for k in mx.stack(used).tolist()]
-    assert len(keys) > 12 and len(set(keys)) == len(keys)
+
+    def run(rule: str) -> list[list[tuple]]:
+        pair = script(*np.random.default_rng(1).normal(size=(2, 6, 6)))
+        options = Options(max_tokens=100, temperature=1.0, seed=1, num_draft_tokens=4, verify=rule)
+        rounds, origins = [], []
+        for chunk in islice(Decoder(pair, [1], options, run_ahead=False).chunks(), 6):
+            origins += [t.origin for t in chunk.tokens]
+            rounds.append([tuple(k) for k in mx.stack(used).tolist()])
+            used.clear()
+        assert {"accepted", "correction"} <= set(origins)
+        return rounds
+
+    return run
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_a_round_uses_no_key_twice(rule, keys_by_round):
+    """F9, F14, in the engine: drafts, coins and the last token."""
+    for keys in keys_by_round(rule):
+        assert len(keys) >= 3 and len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_no_round_meets_the_random_numbers_of_another(rule, keys_by_round, request):
+    """F14, in the engine."""
+    request.applymarker(NOISE_SERVES_TWICE)
+    keys = sum(keys_by_round(rule), [])
+    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize("k", [0, 4])
@@ -162,8 +185,9 @@ def test_a_banned_token_is_never_drawn(rule):
 # Temperature 0
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-9])
 @pytest.mark.parametrize("k", [0, 4])
-def test_temperature_zero_uses_no_random_numbers(k, monkeypatch):
+def test_temperature_zero_uses_no_random_numbers(k, temperature, monkeypatch):
     """A20."""
 
     def refuse(*args, **kwargs):
@@ -176,7 +200,7 @@ def test_temperature_zero_uses_no_random_numbers(k, monkeypatch):
         if callable(getattr(mx.random, name)) and not name.startswith("_"):
             monkeypatch.setattr(mx.random, name, refuse)
     for rule in RULES:
-        assert decode(tiny_pair, PROMPT, max_tokens=20, num_draft_tokens=k, verify=rule)[1] == expected
+        assert decode(tiny_pair, PROMPT, max_tokens=20, num_draft_tokens=k, verify=rule, temperature=temperature)[1] == expected
     with pytest.raises(AssertionError, match="random number"):
         decode(tiny_pair, PROMPT, max_tokens=20, num_draft_tokens=k, temperature=1.0)
 
