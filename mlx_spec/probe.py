@@ -69,7 +69,7 @@ def profile(model: Callable) -> Profile:
     if any(c.keys is None for c in caches):
         return Profile((), head_rows, "some of its caches are filled in a way of its own")
     layers = tuple(Ring.like(c, slack=2 * ROWS) if type(c) is RotatingKVCache else Full.like(c) for c in caches)
-    reason = _compare(model, layers)
+    reason = _compare(model, layers, head_rows)
     return Profile(() if reason else layers, head_rows, reason)
 
 
@@ -97,8 +97,8 @@ def _try_quantised(model: Callable, profile: Profile, bits: int, group_size: int
     return None
 
 
-def _compare(model: Callable, layers: tuple[Layer, ...]) -> str | None:
-    prompt, rows = mx.arange(1, 6)[None], mx.arange(6, 6 + ROWS)[None]
+def _compare(model: Callable, layers: tuple[Layer, ...], head_rows: int) -> str | None:
+    prompt, rows = (ids[None] % head_rows for ids in (mx.arange(1, 6), mx.arange(6, 6 + ROWS)))
     single = make_prompt_cache(model)
     model(prompt, cache=single)
     expected = mx.concatenate([model(rows[:, i : i + 1], cache=single) for i in range(ROWS)], axis=1)
@@ -121,7 +121,7 @@ def _compare(model: Callable, layers: tuple[Layer, ...]) -> str | None:
 def _distance(expected: mx.array, got: mx.array) -> str | None:
     exact = expected.dtype == mx.float32
     a, b = (x.astype(mx.float32) - x.astype(mx.float32).mean(-1, keepdims=True) for x in (expected, got))
-    apart = mx.linalg.norm(a - b, axis=-1) / mx.linalg.norm(a, axis=-1)
+    apart = mx.linalg.norm(a - b, axis=-1) / mx.maximum(mx.linalg.norm(a, axis=-1), 1e-6)
     worst = apart.max().item() if exact else mx.median(apart).item()
     if worst <= (TOLERANCE_FLOAT32 if exact else TOLERANCE_HALF):
         return None

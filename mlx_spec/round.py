@@ -118,17 +118,27 @@ class Round:
         if plan.num_draft_tokens == 0:
             return Proposal(mx.zeros((state.length.shape[0], 0), mx.uint32), None, state.drafter)
 
+        noise = self._draft_noise(state, plan.num_draft_tokens)
+
         def choose(logits: mx.array, drafted: Sequence[mx.array]) -> tuple:
             logits = self._process(fit(logits, self.vocab), state, plan, drafted)
-            if self.sampling.greedy:
+            if noise is None:
                 return mx.argmax(logits, axis=-1), None
             logprobs = sampling.logprobs(logits, self.sampling)
-            # Under match the draft draws with the target's noise, so that the two often agree.
-            purpose = DRAW if self.rule == "match" else DRAFT
-            noise = sampling.gumbel(state.keys, purpose, state.length[0] + len(drafted), self.vocab)
-            return mx.argmax(logprobs + noise, axis=-1), logprobs
+            return mx.argmax(logprobs + noise[:, len(drafted)], axis=-1), logprobs
 
         return self.drafter.propose(state, plan, choose)
+
+    def _draft_noise(self, state: State, k: int) -> Float[mx.array, "1 k vocab"] | None:
+        """Under match the draft draws with the target's noise, so that the two often agree. Else
+        the noise serves one round only: a draft that falls has had a say in what block keeps, and
+        its position must not meet the same noise again."""
+        if self.sampling.greedy:
+            return None
+        if self.rule == "match":
+            return self._noise(state.keys, state.length[0], k)
+        key = sampling.position_key(state.keys, DRAFT, state.length[0])
+        return mx.random.gumbel((1, k, self.vocab), key=key)
 
     def _rows(self, logits: mx.array, state: State, plan: Plan, drafts: mx.array) -> mx.array:
         """Every row through the processors, each on the tokens before it."""

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 from helpers import decode, pair, plain
-from law import NOISE_SERVES_TWICE, filtered, script, softmax
+from law import filtered, script, softmax
 from mlx_lm import sample_utils
 
 from mlx_spec import generate, sampling, stream_generate
@@ -124,9 +124,8 @@ def test_a_round_uses_no_key_twice(rule, keys_by_round):
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_no_round_meets_the_random_numbers_of_another(rule, keys_by_round, request):
+def test_no_round_meets_the_random_numbers_of_another(rule, keys_by_round):
     """F14, in the engine."""
-    request.applymarker(NOISE_SERVES_TWICE)
     keys = sum(keys_by_round(rule), [])
     assert len(set(keys)) == len(keys)
 
