@@ -145,7 +145,7 @@ def ideal_seconds(run: dict[str, Any], cost: dict[str, float], k: int) -> float:
 
 def plain_ours(pair: Any, ids: list[int], tokens: int, caches: list) -> dict[str, Any]:
     options = Options(max_tokens=tokens, num_draft_tokens=0)
-    chunks = list(Decoder(pair, ids, options, memory=Memory(ids[:-1], caches, [], 0)).chunks())
+    chunks = list(Decoder(pair, ids, options, memory=Memory(pair, ids[:-1], caches, [], 0)).chunks())
     return {"ids": [t.id for c in chunks for t in c.tokens], "seconds": chunks[-1].stats.generation_s}
 
 

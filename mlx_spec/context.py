@@ -28,8 +28,10 @@ AHEAD = 1024  # tokens of the reply that buffers are made for at first
 
 
 class Memory(NamedTuple):
-    """What a reply leaves for a later turn: mlx-lm's caches and the tokens that are in them."""
+    """What a reply leaves for a later turn: mlx-lm's caches and the tokens that are in them. Of use
+    to the same pair only: other weights, or another adapter, would have written other keys."""
 
+    pair: Any
     ids: list[int]
     target: list[Any]
     draft: list[Any]
@@ -99,6 +101,7 @@ class Context:
         """The caches that an earlier turn left for a model, and how many of these ids are in them."""
         if self.memory is None or not getattr(self.memory, role):
             return None
+        assert self.memory.pair is self.pair
         assert list(ids[: len(self.memory.ids)]) == self.memory.ids
         known = len(self.memory.ids) if role == "target" else self.memory.draft_length
         return getattr(self.memory, role), known
@@ -189,4 +192,4 @@ class Context:
         if self.drafts_with_a_model and read:
             draft = [layer.hand_back(a, read) for layer, a in zip(self.drafter.layers, self.state.drafter)]
         self.state = None
-        return Memory(list(ids[:kept]), target, draft, read)
+        return Memory(self.pair, list(ids[:kept]), target, draft, read)

@@ -175,6 +175,13 @@ def test_the_next_turn_on_what_a_reply_left_equals_a_cold_run(name, draft):
         assert decode(p, prompt, max_tokens=40, num_draft_tokens=4)[0].stats.acceptance_rate == 1
 
 
+def test_what_one_pair_left_is_of_no_use_to_another():
+    """A75: caches that were made with other weights or another adapter are never read."""
+    first, ids = decode(pair(), tiny.PROMPT, max_tokens=8)
+    with pytest.raises(AssertionError):
+        decode(pair(draft="same"), tiny.PROMPT + ids + [1], memory=first.leave(), max_tokens=4)
+
+
 def test_a_round_left_in_flight_past_an_end_token_spoils_nothing():
     """The end token comes inside a block while the next round runs; the next turn reads on top."""
     p = pair(tiny.TINY_SW, "same")

@@ -109,6 +109,23 @@ def test_a_budget_is_kept_to_the_token(n, k):
     assert decoder.finish == "length" and decoder.stats.generation_tokens == n
 
 
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("options", [dict(), dict(temperature=1.0, seed=4), dict(temperature=1.0, seed=4, verify="match")])
+def test_ids_that_only_pad_a_head_are_never_emitted(options, swap):
+    """A01: heads of 264 and 320 rows for 259 ids, each with a padded row that is nearly always the best."""
+    models = tiny.padded_pair()
+    for model in models:
+        model.lm_head.weight[260] = 20 * model.lm_head.weight[100]
+        model.lm_head.weight[261] = -20 * model.lm_head.weight[100]
+    target, draft = models[::-1] if swap else models
+    p = Pair(target, draft, tiny.byte_tokenizer())
+    results = [mlx_spec.generate(p, tiny.PROMPT, max_tokens=60, num_draft_tokens=k, **options) for k in (0, 4)]
+    assert all(0 <= i < tiny.VOCAB for result in results for i in result.ids)
+    if options.get("verify") == "match" or not options:
+        assert results[0].ids == results[1].ids
+    assert any(i >= tiny.VOCAB for i in plain(target, tiny.PROMPT, 60))  # mlx-lm itself does emit them
+
+
 @pytest.mark.parametrize("limit", [-1, None])
 @pytest.mark.parametrize("k", [0, 4])
 def test_no_limit_runs_to_the_end_token(limit, k):
