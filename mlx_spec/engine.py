@@ -37,6 +37,7 @@ from .types import Chunk, FinishReason, Options, Stats, Token
 # A trace costs a few rounds, so a shape is compiled once it has been run this often; replies
 # shorter than that stay eager.
 COMPILE_AFTER = 8
+KEEP_COMPILED = 64  # shapes that a pair remembers; a trace holds some megabytes
 CLEAR_EVERY = 256  # tokens between two returns of MLX's freed buffers, as in mlx-lm
 
 # MLX evaluates for one caller at a time; held while a round is built, submitted or read, never
@@ -287,11 +288,14 @@ class Decoder:
         build = partial(_build, self.context.round, plan)
         if self.exact_history or self.pair.target_profile.reason:
             return build
-        uses = self.pair.compiled.setdefault((self._signature(), plan), [0, build])
-        uses[0] += 1
-        if uses[0] == COMPILE_AFTER:
-            uses[1] = mx.compile(uses[1])
-        return uses[1]
+        known, key = self.pair.compiled, (self._signature(), plan)
+        uses, step = known.pop(key, (0, build))
+        if uses + 1 == COMPILE_AFTER:
+            step = mx.compile(step)
+        known[key] = uses + 1, step  # the most recent last
+        if len(known) > KEEP_COMPILED:
+            del known[next(iter(known))]
+        return step
 
     def _signature(self) -> tuple:
         """What a compiled round depends on beside its plan and the shapes of its arrays."""

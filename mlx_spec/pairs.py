@@ -5,7 +5,6 @@ Knows which ids may be emitted and what ends a reply. Knows nothing of rounds or
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any, Iterable
 
@@ -36,7 +35,7 @@ class Pair:
     vocab_size: ids that may be emitted are 0 to vocab_size - 1; a head may have more rows.
     draft_vocab_size: ids that the draft may propose, at most vocab_size.
     draft_max_length: tokens the draft can read, None when unknown. end_ids: tokens that end a reply.
-    notes: what a user should know. compiled, lock: the engine's.
+    notes: what a user should know. compiled, quantised: what the engine found out about the models.
 
     Raises PairError when the tokenizers give the same id to different strings.
     """
@@ -69,7 +68,7 @@ class Pair:
         self.draft_max_length = draft_max_length
         self.end_ids = _end_ids(self.tokenizer)
         self.compiled: dict = {}
-        self.lock = threading.Lock()
+        self.quantised: dict = {}
         self._probe()
 
     def _probe(self) -> None:

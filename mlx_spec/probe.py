@@ -76,11 +76,10 @@ def profile(model: Callable) -> Profile:
 def why_not_quantised(pair: Any, profile: Profile, bits: int, group_size: int) -> str | None:
     """Why a model can't keep quantised keys and values, found by running it once with them."""
     model = pair.target if profile is pair.target_profile else pair.draft
-    known = pair.compiled.setdefault("why_not_quantised", {})
-    key = (id(model), bits, group_size)
-    if key not in known:
-        known[key] = _try_quantised(model, profile, bits, group_size)
-    return known[key]
+    key = (model is pair.target, bits, group_size)
+    if key not in pair.quantised:
+        pair.quantised[key] = _try_quantised(model, profile, bits, group_size)
+    return pair.quantised[key]
 
 
 def _try_quantised(model: Callable, profile: Profile, bits: int, group_size: int) -> str | None:

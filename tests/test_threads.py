@@ -11,6 +11,7 @@ import tiny
 from helpers import decode, pair, plain, text_pair
 
 import mlx_spec
+from mlx_spec import engine
 from mlx_spec.pairs import Pair
 
 OPTIONS = {"dense": {}, "quantised": dict(kv_bits=8, kv_group_size=32)}
@@ -141,6 +142,15 @@ def test_memory_is_flat_over_many_requests():
         cached.append(mx.get_cache_memory())
     assert max(active[10:]) <= 1.02 * max(active[:10])
     assert max(cached) < 1e6  # freed buffers are given back at the end of a reply
+
+
+def test_a_pair_remembers_a_bounded_number_of_compiled_rounds(monkeypatch):
+    """A81: each new temperature is a new trace."""
+    monkeypatch.setattr(engine, "KEEP_COMPILED", 5)
+    p = Pair(tiny.make("llama"), tiny.make("llama", 1))
+    for i in range(12):
+        mlx_spec.generate(p, tiny.PROMPT, max_tokens=6, temperature=0.5 + i / 100, seed=1)
+    assert len(p.compiled) == 5
 
 
 def test_a_long_prompt_is_read_in_chunks_with_bounded_memory():
