@@ -13,6 +13,7 @@ import glob
 import os
 import sys
 import time
+import warnings
 
 _SETTING = "MLX_SPEC_BLAS"
 _PATTERNS = (
@@ -45,6 +46,8 @@ def use_fast_blas() -> str | None:
             continue
         _path = candidate
         break
+    if setting and not _path:
+        warnings.warn(f"{_SETTING}: {setting} can't be loaded; MLX's own BLAS is in use", stacklevel=2)
     return _path
 
 

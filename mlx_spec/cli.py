@@ -7,10 +7,12 @@ inside the command that needs it, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
 import sys
+import threading
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
@@ -29,6 +31,8 @@ FAILED, CTRL_C, PIPE_CLOSED = 1, 130, 141  # exit codes; for a wrong command lin
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. Raises SystemExit(2) for a wrong command line."""
     args = _parser().parse_args(argv)
+    if sys.stdout is None:  # closed by whoever started this
+        sys.stdout = open(os.devnull, "w")
     try:
         return args.run(args)
     except (ValueError, SpecError) as e:
@@ -37,10 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("mlx_spec: interrupted", file=sys.stderr)
         return CTRL_C
-    except BrokenPipeError:
-        # Python flushes once more at its end, and would complain then.
+    except OSError as e:
+        # Python flushes stdout once more at its end, and would complain then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
+        if isinstance(e, BrokenPipeError):
+            return PIPE_CLOSED
+        print("mlx_spec: error:", e, file=sys.stderr)
+        return FAILED
 
 
 # generate
@@ -74,6 +81,8 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
     text = args.prompt
     if text == "-":
+        if sys.stdin is None:
+            raise ValueError("--prompt - reads stdin, and stdin is closed")
         # As bytes: what a pipe carries need not be UTF-8.
         text = sys.stdin.buffer.read().decode("utf-8", errors="replace")
     if args.ignore_chat_template:
@@ -105,19 +114,35 @@ def _load(args: argparse.Namespace) -> Pair:
 
 @contextmanager
 def _ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Turns Ctrl-C into a question that the engine asks each round; the second one ends the process."""
+    """Turns Ctrl-C into a question that the engine asks each round; the second one ends the process.
+
+    A thread listens for the second, because Python runs no handler while MLX evaluates.
+    """
     pressed = False
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
 
     def press(signum: int, frame: Any) -> None:
         nonlocal pressed
         pressed = True
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    before = signal.signal(signal.SIGINT, press)
+    def listen() -> None:
+        signals = iter(lambda: os.read(heard, 1), b"\0")
+        if sum(1 for _ in itertools.islice((s for s in signals if s[0] == signal.SIGINT), 2)) == 2:
+            os._exit(CTRL_C)
+
+    handler = signal.signal(signal.SIGINT, press)
+    waking = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
     try:
         yield lambda: pressed
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.set_wakeup_fd(waking)
+        signal.signal(signal.SIGINT, handler)
+        os.write(told, b"\0")
+        listener.join()
+        os.close(heard), os.close(told)
 
 
 def _decode(pair: Pair, prompt: str | list[dict[str, str]], options: dict[str, Any], shown: bool) -> Result:
@@ -236,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
                "Exit codes: 0 done, 1 an error (one line on stderr), 2 a wrong command line, 130 Ctrl-C.",
     )
     parser.add_argument("--version", action="version", version=f"mlx_spec {__version__}", help="print the version")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="mlx_spec")
     for name, run, fill, help, usage, about in (
         ("generate", _generate, _generate_arguments, "answer a prompt",
          "[--pair NAME | --target MODEL [--draft-model MODEL]] --prompt TEXT [options]",

@@ -161,10 +161,12 @@ class Context:
             mx.eval(drafter)
 
     def make_room(self, needed: int) -> None:
-        """MLX does not check array offsets: a write past the end corrupts the heap."""
+        """MLX does not check array offsets: a write past the end corrupts the heap. No `assert`,
+        which `python -O` takes out."""
         if needed > self.capacity:
             self._grow(rung(needed))
-        assert needed <= self.capacity == self.state.history.shape[1]
+        if not needed <= self.capacity == self.state.history.shape[1]:
+            raise AssertionError(f"{needed} positions needed, buffers hold {self.state.history.shape[1]}")
 
     def _grow(self, capacity: int) -> None:
         state = self.state

@@ -41,7 +41,7 @@ class Emitter:
         machine = TextStateMachine({"normal": [(s, None) for s in stop]}) if stop else None
         self.machine = machine and machine.make_state("normal")
         self.decoded = 0
-        self.shown = 0
+        self.shown = ""
         self.ids: list[int] = []
         self.waiting: deque[Token] = deque()
         self.ends: deque[int] = deque()  # where the text of the first waiting tokens ends
@@ -101,7 +101,7 @@ class Emitter:
             text += self._flush()
             if self._stopped:
                 finish = "stop_string"
-        self.shown += len(text)
+        self.shown += text
         released = self._release(finish)
         dropped = len(self.waiting) if finish else 0
         return Emission(text, released, kept, finish, dropped)
@@ -121,7 +121,7 @@ class Emitter:
         elif finish or self.machine is None:
             ready = len(self.waiting)
         else:
-            ready = sum(end <= self.shown for end in self.ends)
+            ready = sum(end <= len(self.shown) for end in self.ends)
         for _ in range(min(ready, len(self.ends))):
             self.ends.popleft()
         return tuple(self.waiting.popleft() for _ in range(ready))
@@ -129,13 +129,13 @@ class Emitter:
     def _needed(self) -> int:
         """The fewest tokens that spell what is shown: what lies wholly in the stop string goes."""
         needed = len(self.ids)
-        while needed and self._spelt(needed - 1) >= self.shown:
+        while needed and self._spelt(needed - 1).startswith(self.shown):
             needed -= 1
         return needed
 
-    def _spelt(self, count: int) -> int:
+    def _spelt(self, count: int) -> str:
         detokenizer = self.tokenizer.detokenizer
         for i in self.ids[:count]:
             detokenizer.add_token(i)
         detokenizer.finalize()
-        return len(detokenizer.text)
+        return detokenizer.text

@@ -10,6 +10,7 @@ Knows nothing of how a round drafts or verifies, nor how a pair was loaded.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -37,7 +38,7 @@ from .types import Chunk, FinishReason, Options, Stats, Token
 # A trace costs a few rounds, so a shape is compiled once it has been run this often; replies
 # shorter than that stay eager.
 COMPILE_AFTER = 8
-KEEP_COMPILED = 64  # shapes that a pair remembers; a trace holds some megabytes
+KEEP_COMPILED = 24  # shapes that a pair remembers; a trace holds some megabytes
 CLEAR_EVERY = 256  # tokens between two returns of MLX's freed buffers, as in mlx-lm
 
 # MLX evaluates for one caller at a time; held while a round is built, submitted or read, never
@@ -85,11 +86,14 @@ class Decoder:
         self.missed = 0  # committed tokens that the draft has not read, at most
         self.chosen: int | None = None
         self.cleared = 0
+        self.round_has_processors = bool(options.logits_processors or sampling.penalties(options))
         # A processor of the user's wants the exact history; one that may keep state, more than that.
         self.exact_history = bool(options.logits_processors)
         self.stepwise = not all(sampling.is_pure(p) for p in options.logits_processors)
         self.k_max = self._largest(drafter)
-        self.context = Context(pair, options, self._round(drafter), self.k_max, memory)
+        self.cancelling = False
+        heard = options.but(should_cancel=self.is_cancelled)
+        self.context = Context(pair, heard, self._round(drafter), self.k_max, memory)
 
     # what this request runs on
 
@@ -108,7 +112,8 @@ class Decoder:
         reason = self._why_plain(drafter)
         self.stats.mode = f"plain ({reason})" if reason else "speculative"
         if self.stepwise and not reason:
-            self.stats.mode = "speculative, position by position (a logits processor may keep state)"
+            rule = ", verified by token" if self.options.verify == "block" else ""
+            self.stats.mode = f"speculative, position by position{rule} (a logits processor may keep state)"
         return 0 if reason else self.controller.largest
 
     def _why_plain(self, drafter: Any) -> str | None:
@@ -167,7 +172,7 @@ class Decoder:
 
     def _fill(self) -> None:
         """Keep a round in flight, and a second behind it where nothing waits for the first."""
-        if self.options.should_cancel is not None and self.options.should_cancel():
+        if self.is_cancelled():
             self.finish = "cancelled"
             return
         if not self.flights:
@@ -175,6 +180,14 @@ class Decoder:
             self._submit()
         if self._may_run_ahead():
             self._submit()
+
+    def cancel(self) -> None:
+        """End the reply before its next round or prefill chunk; from any thread."""
+        self.cancelling = True
+
+    def is_cancelled(self) -> bool:
+        asked = self.options.should_cancel
+        return self.cancelling or (asked is not None and asked())
 
     def _may_run_ahead(self) -> bool:
         if not self.run_ahead or self.exact_history or self.context.until_switch(self.length) is not None:
@@ -187,7 +200,6 @@ class Decoder:
     def _submit(self) -> None:
         plan, context = self._plan(), self.context
         context.make_room(self.length + (len(self.flights) + 1) * (self.k_max + 1))
-        assert self._longest() + plan.num_draft_tokens + 1 <= context.capacity
         step, state = self._step(plan), tuple(context.state)
         context.state = None  # a buffer with a second owner is copied, not written in place
         new_state, packed = step(state)
@@ -202,13 +214,20 @@ class Decoder:
         k = plan.num_draft_tokens
         accepted, ids = values[0], values[1 : k + 2]
         logprobs = np.array(values[k + 2 :], dtype=np.int32).view(np.float32).tolist()[: accepted + 1]
-        if any(x != x for x in logprobs):
-            raise SpecError("the model gave logits that are not numbers: its files may be damaged, download it again")
+        if not all(map(math.isfinite, logprobs)):
+            raise self._impossible()
         assert 0 <= accepted <= k and all(0 <= i < self.pair.vocab_size for i in ids[: accepted + 1])
         if k and not self.flights:
             self.missed = int(accepted == k)
         last = "plain" if k == 0 else "bonus" if accepted == k else "correction"
         return k, [Token(*t) for t in zip(ids, logprobs, ["accepted"] * accepted + [last])]
+
+    def _impossible(self) -> SpecError:
+        """A token that its own law rules out: the logits were not numbers, or nothing was left to draw."""
+        if self.round_has_processors:
+            return SpecError("the logits left no token to choose, or were not numbers: check logit_bias, "
+                             "the penalties and the logits processors")
+        return SpecError("the model gave logits that are not numbers: its files may be damaged, download it again")
 
     def _emit(self) -> Emission:
         if self.finish == "cancelled":
@@ -305,6 +324,12 @@ class Decoder:
         penalties = (o.repetition_penalty, o.repetition_context_size, o.presence_penalty,
                      o.presence_context_size, o.frequency_penalty, o.frequency_context_size)
         return r.layers, drafter, r.sampling, r.rule, r.context, bias, penalties
+
+    def free(self) -> None:
+        """Give the caches back to MLX and MLX's to the system, where no later turn builds on them."""
+        with _device:
+            self.context.state = None
+            mx.clear_cache()
 
     def leave(self) -> Memory | None:
         """What a later turn can build on; the decoder is spent."""

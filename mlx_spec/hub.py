@@ -81,8 +81,9 @@ def _is_whole(folder: Path) -> bool:
         named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ()
     except (ValueError, KeyError, AttributeError):
         return False
-    return (folder / "config.json").exists() and any(folder.glob("model*.safetensors")) and all(
-        (folder / name).exists() for name in named)
+    tokenizer = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    return (tokenizer or any(folder.glob("*.tiktoken"))) and (folder / "config.json").exists() and any(
+        folder.glob("model*.safetensors")) and all((folder / name).exists() for name in named)
 
 
 def download_repo(repo: str, revision: str | None = None, on_progress: OnProgress | None = None) -> Path:

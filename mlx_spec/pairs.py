@@ -10,7 +10,6 @@ from typing import Any, Iterable
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .names import Entry, catalogue, find, locate, pull
@@ -31,7 +30,7 @@ class Pair:
 
     target, draft: loaded mlx-lm models; draft may be None (plain decoding) or the target itself.
     tokenizer: the target's, mlx-lm's wrapper or a Hugging Face tokenizer; None for work on ids.
-    draft_tokenizer: compared with it by content; None: no check.
+    draft_tokenizer: the draft's, compared with it by content; None: not checked, make sure yourself.
     vocab_size: ids that may be emitted are 0 to vocab_size - 1; a head may have more rows.
     draft_vocab_size: ids that the draft may propose, at most vocab_size.
     draft_max_length: tokens the draft can read, None when unknown. end_ids: tokens that end a reply.
@@ -60,16 +59,16 @@ class Pair:
             # Not model.parameters(): tables such as rotary frequencies are arrays too, and a lazy
             # array can't be evaluated in another thread than the one that made it.
             mx.eval(model)
-        rows = _head_rows(target)
+        self._probe()
+        rows = self.target_profile.head_rows
         self.vocab_size = rows if self.tokenizer is None else min(rows, max(self.tokenizer.get_vocab().values()) + 1)
-        self.draft_vocab_size = None if draft is None else min(_head_rows(draft), self.vocab_size)
+        self.draft_vocab_size = None if draft is None else min(self.draft_profile.head_rows, self.vocab_size)
         if draft is not None and draft_max_length is None:
             draft_max_length = _max_length(draft)
         self.draft_max_length = draft_max_length
         self.end_ids = _end_ids(self.tokenizer)
         self.compiled: dict = {}
         self.quantised: dict = {}
-        self._probe()
 
     def _probe(self) -> None:
         """What the models' caches are and whether they can be verified in rows is tried here, once."""
@@ -89,10 +88,6 @@ class Pair:
 
 def _wrapped(tokenizer: Any) -> TokenizerWrapper | None:
     return tokenizer if tokenizer is None or isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-
-
-def _head_rows(model: nn.Module) -> int:
-    return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
 
 
 def _max_length(model: nn.Module) -> int | None:
@@ -169,23 +164,23 @@ def load(
     if draft is None and entry is not None:
         draft = entry.draft
     if draft == "self":
-        draft = target
-    model, tokenizer = _load_one(target, adapter_path, revision, trust_remote_code, on_progress)
-    if not draft:
-        return Pair(model, None, tokenizer, name=target)
+        draft, draft_revision = target, draft_revision or revision
+    model, tokenizer, notes = _load_one(target, adapter_path, revision, trust_remote_code, on_progress)
+    if draft is None or draft is False:
+        return Pair(model, None, tokenizer, name=target, notes=notes)
     try:
         if (str(draft), draft_revision, draft_adapter_path) == (target, revision, adapter_path):
-            return Pair(model, model, tokenizer, name=target)
-        other, other_tokenizer = _load_one(str(draft), draft_adapter_path, draft_revision, trust_remote_code, on_progress)
-        return Pair(model, other, tokenizer, draft_tokenizer=other_tokenizer, name=target)
+            return Pair(model, model, tokenizer, name=target, notes=notes)
+        other, other_tokenizer, _ = _load_one(str(draft), draft_adapter_path, draft_revision, trust_remote_code, on_progress)
+        return Pair(model, other, tokenizer, draft_tokenizer=other_tokenizer, name=target, notes=notes)
     except SpecError as e:
         if draft_required:
             raise type(e)(f"draft {draft}: {e}") from e
-        return Pair(model, None, tokenizer, name=target, notes=(f"draft off: {e}",))
+        return Pair(model, None, tokenizer, name=target, notes=(*notes, f"draft off: {e}"))
 
 
 def _load_one(name: str, adapter: str | Path | None, revision: str | None, trusted: bool,
-              on_progress: OnProgress | None) -> tuple[nn.Module, TokenizerWrapper]:
+              on_progress: OnProgress | None) -> tuple[nn.Module, TokenizerWrapper, tuple[str, ...]]:
     path, entry = locate(name, revision, on_progress), find(name)
     if path.is_dir():
         model, tokenizer = load_folder(path, trust_remote_code=trusted)
@@ -193,4 +188,6 @@ def _load_one(name: str, adapter: str | Path | None, revision: str | None, trust
             model.set_dtype(default_dtype())
     else:
         model, tokenizer = load_gguf(path, default_dtype())
-    return (model if adapter is None else apply_adapter(model, adapter)), tokenizer
+    from_wheel = entry is not None and not path.is_dir()
+    notes = (f"{name}: 4-bit weights out of a Python package, not the hub's",) if from_wheel else ()
+    return (model if adapter is None else apply_adapter(model, adapter)), tokenizer, notes

@@ -36,7 +36,9 @@ class Sampling:
     def of(cls, options: Options) -> Sampling:
         if options.temperature < GREEDY_BELOW:
             return cls()
-        return cls(options.temperature, options.top_p, options.min_p, options.top_k)
+        # A top_p that is 0 in float32 would leave no token at all, not even the best.
+        top_p = max(options.top_p, 1e-12) if options.top_p else 0.0
+        return cls(options.temperature, top_p, options.min_p, options.top_k)
 
     @property
     def greedy(self) -> bool:
@@ -106,8 +108,18 @@ def process(
     vocab = logits.shape[-1]
     logits = mx.concatenate([logits, mx.zeros((1, 1), logits.dtype)], axis=-1)
     for processor in processors:
-        logits = processor(tokens, logits)
+        logits = run(processor, tokens, logits)
     return logits[:, :vocab]
+
+
+def run(processor: Processor, tokens: mx.array, logits: Float[mx.array, "1 vocab"]) -> Float[mx.array, "1 vocab"]:
+    """One processor on one row. Raises ValueError when it returns something else than such a row."""
+    shape = logits.shape
+    out = processor(tokens, logits)
+    if not isinstance(out, mx.array) or out.shape != shape:
+        got = f"shape {out.shape}" if isinstance(out, mx.array) else type(out).__name__
+        raise ValueError(f"a logits processor must return an mx.array of shape {shape}; it returned {got}")
+    return out.astype(mx.float32)
 
 
 def make_keys(seed: int) -> Integer[mx.array, "purposes 2"]:

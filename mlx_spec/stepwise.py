@@ -13,7 +13,7 @@ from typing import Any, Callable, Sequence
 import mlx.core as mx
 
 from .round import Plan, Proposal, Round, State, advance, pack
-from .sampling import Processor
+from .sampling import Processor, run
 
 
 def stepwise(round: Round, processors: Sequence[Processor], plan: Plan, history: Sequence[int]) -> Callable:
@@ -27,7 +27,7 @@ def stepwise(round: Round, processors: Sequence[Processor], plan: Plan, history:
         for i in range(plan.num_draft_tokens + 1):
             row = logits[:, i]
             for processor in processors:
-                row = processor(mx.array([*history, *emitted], dtype=mx.uint32), row)
+                row = run(processor, mx.array([*history, *emitted], dtype=mx.uint32), row)
             rows.append(row)
             draft = _one(proposal, i)
             pair = mx.stack([row] * (draft.tokens.shape[1] + 1), axis=1)

@@ -23,6 +23,15 @@ def _need(ok: bool, name: str, wanted: str, got: Any) -> None:
         raise ValueError(f"{name} must be {wanted}; got {got!r}")
 
 
+def _as_tuple(name: str, wanted: str, value: Any) -> tuple:
+    if isinstance(value, str):
+        return (value,)
+    if value is None:
+        return ()
+    _need(isinstance(value, Sequence), name, wanted, value)
+    return tuple(value)
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -93,7 +102,7 @@ class Options:
               f"a whole number from 0 to {MAX_DRAFT_TOKENS}", k)
         _need(seed is None or (_is_int(seed) and 0 <= seed < 2**64), "seed",
               "a whole number from 0 to 2**64 - 1, or None", seed)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = _as_tuple("stop", "a list of non-empty strings", self.stop)
         _need(all(isinstance(s, str) and s for s in stop), "stop", "a list of non-empty strings", self.stop)
         object.__setattr__(self, "stop", stop)
 
@@ -105,9 +114,9 @@ class Options:
             _need(_is_number(value) and 0 <= value <= 1, name, "a number from 0 to 1", value)
         _need(_is_int(self.top_k) and self.top_k >= 0, "top_k", "a whole number from 0 (off)", self.top_k)
         _need(self.verify in VERIFY_RULES, "verify", "one of " + ", ".join(VERIFY_RULES), self.verify)
-        processors = tuple(self.logits_processors or ())
-        _need(all(callable(p) for p in processors), "logits_processors",
-              "a list of callables (tokens, logits) -> logits", self.logits_processors)
+        wanted = "a list of callables (tokens, logits) -> logits"
+        processors = _as_tuple("logits_processors", wanted, self.logits_processors)
+        _need(all(callable(p) for p in processors), "logits_processors", wanted, self.logits_processors)
         object.__setattr__(self, "logits_processors", processors)
 
     def _check_penalties(self) -> None:
@@ -122,8 +131,8 @@ class Options:
             _need(_is_int(size) and size > 0, f"{name}_context_size", "a whole number from 1", size)
         bias = self.logit_bias
         _need(bias is None or (isinstance(bias, Mapping) and all(
-            _is_int(i) and i >= 0 and _is_number(v) and v < math.inf for i, v in bias.items())),
-            "logit_bias", "a mapping of token ids to numbers (-inf bans a token)", bias)
+            _is_int(i) and i >= 0 and _is_number(v) and (v == -math.inf or abs(v) < 1e30) for i, v in bias.items())),
+            "logit_bias", "a mapping of token ids to numbers below 1e30 (-inf bans a token)", bias)
         object.__setattr__(self, "logit_bias", dict(bias) if bias else None)
 
     def _check_cache(self) -> None:
@@ -131,12 +140,15 @@ class Options:
         _need(_is_int(step) and step > 0, "prefill_step_size", "a whole number from 1", step)
         _need(size is None or (_is_int(size) and size >= 8), "max_kv_size",
               "a whole number from 8, or None", size)
-        _need(self.kv_bits is None or self.kv_bits in KV_BITS, "kv_bits",
-              f"one of {KV_BITS}, or None", self.kv_bits)
-        _need(self.kv_group_size in KV_GROUP_SIZES, "kv_group_size", f"one of {KV_GROUP_SIZES}", self.kv_group_size)
+        bits, group = self.kv_bits, self.kv_group_size
+        _need(bits is None or (_is_int(bits) and bits in KV_BITS), "kv_bits", f"one of {KV_BITS}, or None", bits)
+        _need(_is_int(group) and group in KV_GROUP_SIZES, "kv_group_size", f"one of {KV_GROUP_SIZES}", group)
         start = self.quantized_kv_start
         _need(_is_int(start) and start >= 0, "quantized_kv_start", "a whole number from 0", start)
-        _need(self.kv_bits is None or size is None, "max_kv_size", "None when kv_bits is given", size)
+        _need(bits is None or size is None, "max_kv_size", "None when kv_bits is given", size)
+        for name in ("should_cancel", "on_progress"):
+            value = getattr(self, name)
+            _need(value is None or callable(value), name, "a callable, or None", value)
 
     @classmethod
     def of(cls, **options: Any) -> Options:
@@ -204,7 +216,8 @@ class Stats:
 
     @property
     def generation_tps(self) -> float | None:
-        """Tokens a second from the end of the prompt to the end of the reply."""
+        """Tokens a second from the end of the prompt to the end of the reply: by the clock on the
+        wall, so that what a caller does between two chunks counts too."""
         return self.generation_tokens / self.generation_s if self.generation_s else None
 
     def add_round(self, k: int, origins: Sequence[Origin], cut: bool = False) -> None:

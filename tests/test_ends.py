@@ -94,6 +94,16 @@ def test_text_held_back_for_a_stop_string_is_sent_once(k):
     assert bytes(t.id for c in chunks for t in c.tokens).decode() == "Hi Alice!"
 
 
+@pytest.mark.parametrize("k", [0, 1, 3, 8, 64])
+@pytest.mark.parametrize("text, stop, shown", [
+    ("héllo", "l", "hé"), ("e\u0301x", "\u0301", "e"), ("I say 🥑\nnext", "\n", "I say 🥑"), ("🥑🥑", "🥑", ""), ("né né", "é n", "n")])
+def test_a_character_of_many_tokens_before_a_stop_string_keeps_all_of_them(text, stop, shown, k):
+    """A34: half a character is as long as a whole one, so it is the text that is compared."""
+    result = whole(script(text), stop=[stop], num_draft_tokens=k)
+    assert result.text == shown and bytes(result.ids).decode() == shown
+    assert result.stats.generation_tokens == len(shown.encode())
+
+
 def test_a_stop_string_that_never_completes_is_shown_at_the_end():
     result = whole(script("abc EN"), stop=["END"], num_draft_tokens=4)
     assert (result.text, result.finish_reason, result.stats.generation_tokens) == ("abc EN", "stop", 6)
@@ -249,6 +259,29 @@ def test_logits_that_are_not_numbers_are_an_error_not_token_zero():
         mlx_spec.generate(Pair(model, None, tiny.byte_tokenizer()), [65])
 
 
+@pytest.mark.parametrize("options", [dict(), dict(temperature=0.8), dict(temperature=0.8, verify="match")])
+def test_processors_that_leave_nothing_to_choose_are_named(options):
+    """Not the model's files: an error that says where to look, never token 0 for ever."""
+    for spoil in (-math.inf, math.nan, math.inf):
+        spoiler = mlx_spec.pure(lambda tokens, logits: logits + spoil)
+        with pytest.raises(mlx_spec.SpecError, match="check logit_bias, the penalties and the logits processors"):
+            mlx_spec.generate(text_pair(), [65], logits_processors=[spoiler], max_tokens=8, **options)
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "match"])
+@pytest.mark.parametrize("top_p", [1e-300, 1e-17])
+def test_a_tiny_top_p_leaves_the_best_token(top_p, rule):
+    """A50: it is zero in float32."""
+    options = dict(max_tokens=12, temperature=1.0, top_p=top_p, verify=rule, seed=1)
+    assert mlx_spec.generate(text_pair(), tiny.PROMPT, **options).ids == plain(text_pair().target, tiny.PROMPT, 12)
+
+
+def test_something_else_than_a_pair_is_refused():
+    for wrong in (None, 3):
+        with pytest.raises(ValueError, match="pair must be a Pair"):
+            mlx_spec.generate(wrong, [65])
+
+
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("n", [1, 2])
 def test_prompts_of_one_and_two_tokens_are_plains(n, k):
@@ -330,7 +363,9 @@ def test_no_draft_tokens_is_plain_decoding_that_never_asks_the_draft():
     (dict(kv_bits=8, max_kv_size=64), "max_kv_size must be None when kv_bits"),
     (dict(logit_bias={tiny.VOCAB: 1.0}), f"logit_bias: token id {tiny.VOCAB}"), (dict(logit_bias={1: float("inf")}), "logit_bias"),
     (dict(repetition_penalty=0), "repetition_penalty"), (dict(logits_processors=[3]), "logits_processors"),
-    (dict(temprature=1), "unknown option 'temprature'"),
+    (dict(temprature=1), "unknown option 'temprature'"), (dict(stop=5), "stop must be a list"),
+    (dict(logits_processors=len), "logits_processors must be a list"), (dict(should_cancel=True), "should_cancel"),
+    (dict(on_progress=1), "on_progress"), (dict(kv_bits=4.0), "kv_bits"), (dict(logit_bias={3: 1e39}), "logit_bias"),
 ])
 def test_a_wrong_option_is_one_line_that_says_the_range(options, message):
     """A38, A39, A50: before any work."""

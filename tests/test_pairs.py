@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 from mlx_spec import pairs
 from mlx_spec.errors import PairError, SpecError
 from mlx_spec.pairs import Pair, load
+from mlx_spec.probe import Profile
 
 IDS = mx.array([tiny.PROMPT])
 
@@ -206,7 +207,10 @@ def test_a_pair_made_here_works_in_another_thread_a82_a83(rope, monkeypatch):
     from mlx_lm.models import llama
 
     # Running the models at load would hide an array that was left lazy.
-    monkeypatch.setattr(Pair, "_probe", lambda self: None)
+    def unprobed(self):
+        self.target_profile = self.draft_profile = Profile(head_rows=tiny.VOCAB)
+
+    monkeypatch.setattr(Pair, "_probe", unprobed)
 
     args = llama.ModelArgs.from_dict(tiny.config("llama", rope_scaling=rope))
     pair = Pair(llama.Model(args), llama.Model(args))

@@ -184,6 +184,22 @@ def test_a_grammar_with_drafts_gives_valid_json_every_time(options, k):
         assert texts == {reference.text}
 
 
+@pytest.mark.parametrize("mark", [mlx_spec.pure, lambda f: f])
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_a_processor_may_answer_in_half_precision(dtype, k, mark):
+    p = pair()
+    processor = mark(lambda tokens, logits: logits.astype(dtype))
+    expected = plain(p.target, tiny.PROMPT, 12, logits_processors=[processor])
+    assert decode(p, tiny.PROMPT, max_tokens=12, num_draft_tokens=k, logits_processors=[processor])[1] == expected
+
+
+@pytest.mark.parametrize("wrong", [None, np.zeros((1, tiny.VOCAB)), mx.zeros((tiny.VOCAB,))])
+def test_a_processor_that_returns_something_else_is_told_what_to_return(wrong):
+    with pytest.raises(ValueError, match="must return an mx.array of shape .1, 259."):
+        decode(pair(), tiny.PROMPT, logits_processors=[lambda tokens, logits: wrong])
+
+
 def test_a_processor_that_fails_stops_the_request_and_leaves_the_engine_free():
     """A45: an error of its own, not unconstrained text; the next request works."""
     def broken(tokens, logits):

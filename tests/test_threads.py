@@ -120,6 +120,34 @@ def test_a_reply_that_is_closed_or_dropped_leaves_nothing_in_flight():
     assert ids(p) == plain(p.target, tiny.PROMPT, 30)
 
 
+def test_a_reply_can_be_closed_from_another_thread():
+    """A76, A80: it ends after the round it is in; no 'generator already executing'."""
+    stream = mlx_spec.stream_generate(pair(), tiny.PROMPT, max_tokens=None)
+    started, count = threading.Event(), []
+
+    def read():
+        for _ in stream:
+            count.append(1)
+            started.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert started.wait(60)
+    stream.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert stream.result().finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_a_closed_reply_still_has_a_result(chunks):
+    stream = mlx_spec.stream_generate(pair(), tiny.PROMPT, max_tokens=100)
+    seen = [t for _ in range(chunks) for t in next(stream).tokens]
+    stream.close()
+    result = stream.result()
+    assert result.finish_reason == "cancelled" and list(result.tokens) == seen
+
+
 @pytest.mark.parametrize("stop, finish", [(["x"], "stop_string"), ([], "length")])
 def test_the_finish_reason_is_the_true_cause(stop, finish):
     """A79: never 'cancelled' when nobody cancelled, however often it is asked."""
@@ -141,7 +169,7 @@ def test_memory_is_flat_over_many_requests():
         active.append(mx.get_active_memory())
         cached.append(mx.get_cache_memory())
     assert max(active[10:]) <= 1.02 * max(active[:10])
-    assert max(cached) < 1e6  # freed buffers are given back at the end of a reply
+    assert max(cached[1:]) < 1e5  # freed buffers are given back at the end of a reply
 
 
 def test_a_pair_remembers_a_bounded_number_of_compiled_rounds(monkeypatch):
