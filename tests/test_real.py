@@ -137,15 +137,10 @@ def test_a_long_prompt_is_read_in_chunks_by_both_models(noisy_pair):
     """A68: 2,000 tokens; the peak is far below the logits of the whole prompt; progress is shown."""
     seen = []
     text = "The ship left the harbour at dawn and the gulls followed it for an hour. " * 120
+    before = mx.get_active_memory()
     result = mlx_spec.generate(noisy_pair, text, max_tokens=4, prefill_step_size=256, on_progress=lambda *p: seen.append(p))
     s = result.stats
-    weights = 2 * sum(w.nbytes for _, w in _leaves(noisy_pair.target))
     assert s.prompt_tokens > 1800 and len(seen) > 7
-    assert s.peak_memory_bytes - weights < 0.8 * s.prompt_tokens * noisy_pair.vocab_size * 4
+    # Logits of the whole prompt for one model would be twice this, the caches of both are a third.
+    assert s.peak_memory_bytes - before < 0.5 * s.prompt_tokens * noisy_pair.vocab_size * 4
     assert s.draft_prompt_s is not None
-
-
-def _leaves(model):
-    from mlx.utils import tree_flatten
-
-    return tree_flatten(model.parameters())
