@@ -141,6 +141,6 @@ def test_a_long_prompt_is_read_in_chunks_by_both_models(noisy_pair):
     result = mlx_spec.generate(noisy_pair, text, max_tokens=4, prefill_step_size=256, on_progress=lambda *p: seen.append(p))
     s = result.stats
     assert s.prompt_tokens > 1800 and len(seen) > 7
-    # Logits of the whole prompt for one model would be twice this, the caches of both are a third.
-    assert s.peak_memory_bytes - before < 0.5 * s.prompt_tokens * noisy_pair.vocab_size * 4
+    # The caches of both models are about half of what the logits of the whole prompt would be for one.
+    assert s.peak_memory_bytes - before < 0.9 * s.prompt_tokens * noisy_pair.vocab_size * 4
     assert s.draft_prompt_s is not None
