@@ -86,7 +86,7 @@ class Decoder:
         self.missed = 0  # committed tokens that the draft has not read, at most
         self.chosen: int | None = None
         self.cleared = 0
-        self.round_has_processors = bool(options.logits_processors or sampling.penalties(options))
+        self.processors = (*sampling.penalties(options), *options.logits_processors)
         # A processor of the user's wants the exact history; one that may keep state, more than that.
         self.exact_history = bool(options.logits_processors)
         self.stepwise = not all(sampling.is_pure(p) for p in options.logits_processors)
@@ -101,7 +101,7 @@ class Decoder:
         pair, options = self.pair, self.options
         if drafter is None and self.k_max:
             drafter = ModelDrafter(pair.draft, pair.draft_profile.layers, pair.draft_vocab_size)
-        processors = () if self.stepwise else (*sampling.penalties(options), *options.logits_processors)
+        processors = () if self.stepwise else self.processors
         return Round(
             pair.target, pair.target_profile.layers, drafter if self.k_max else None, Sampling.of(options),
             options.verify, pair.vocab_size, processors, sampling.context_size(options),
@@ -224,7 +224,7 @@ class Decoder:
 
     def _impossible(self) -> SpecError:
         """A token that its own law rules out: the logits were not numbers, or nothing was left to draw."""
-        if self.round_has_processors:
+        if self.processors:
             return SpecError("the logits left no token to choose, or were not numbers: check logit_bias, "
                              "the penalties and the logits processors")
         return SpecError("the model gave logits that are not numbers: its files may be damaged, download it again")
@@ -302,8 +302,7 @@ class Decoder:
     def _step(self, plan: Plan) -> Callable:
         """The function that builds this round: compiled once its shape has proved to be common."""
         if self.stepwise:
-            processors = (*sampling.penalties(self.options), *self.options.logits_processors)
-            return stepwise(self.context.round, processors, plan, self.history)
+            return stepwise(self.context.round, self.processors, plan, self.history)
         build = partial(_build, self.context.round, plan)
         if self.exact_history or self.pair.target_profile.reason:
             return build
