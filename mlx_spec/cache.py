@@ -140,18 +140,15 @@ class Layer:
         return tuple(a[:, :, : cursor.bound] for a in arrays)
 
     def mask(self, arrays: Arrays, cursor: Cursor, rows: int, window: int | None) -> mx.array:
-        raise NotImplementedError
+        seen = mx.arange(min(cursor.bound, arrays[0].shape[2]))
+        own = cursor.positions(rows)[:, None]
+        mask = seen <= own
+        return mask if window is None else mask & (seen > own - window)
 
 
 @dataclass(frozen=True)
 class Full(Layer):
     """Every position has a slot of its own."""
-
-    def mask(self, arrays: Arrays, cursor: Cursor, rows: int, window: int | None) -> mx.array:
-        seen = mx.arange(min(cursor.bound, arrays[0].shape[2]))
-        own = cursor.positions(rows)[:, None]
-        mask = seen <= own
-        return mask if window is None else mask & (seen > own - window)
 
     @classmethod
     def like(cls, cache: KVCache) -> Full:
@@ -188,8 +185,6 @@ class Quantized(Layer):
     def read(self, arrays: Arrays, cursor: Cursor) -> tuple:
         part = super().read(arrays, cursor)
         return part[:3], part[3:]
-
-    mask = Full.mask
 
     @classmethod
     def like(cls, layer: Full, bits: int, group_size: int) -> Quantized:
