@@ -68,13 +68,14 @@ def _noisy(weight: mx.array, key: mx.array) -> mx.array:
     return (wide + scale * mx.random.normal(weight.shape, key=key)).astype(weight.dtype)
 
 
-def ours(pair: Any, ids: list[int], setting: Setting, tokens: int, seed: int) -> dict[str, Any]:
-    result = mlx_spec.generate(pair, ids, max_tokens=tokens, temperature=setting.temperature, seed=seed,
-                               num_draft_tokens=setting.k)
-    stats = result.stats
+def ours(pair: Any, ids: list[int], setting: Setting, tokens: int, seed: int, run_ahead: bool | None = None) -> dict[str, Any]:
+    options = Options(max_tokens=tokens, temperature=setting.temperature, seed=seed, num_draft_tokens=setting.k)
+    decoder = Decoder(pair, ids, options, run_ahead=run_ahead)
+    reply = [token for chunk in decoder.chunks() for token in chunk.tokens]
+    stats = decoder.stats
     # A last round that was cut counts only the drafts inside the reply; its work was k.
-    cut = len(list(takewhile(lambda t: t.origin == "accepted", reversed(result.tokens))))
-    return {"ids": result.ids, "seconds": stats.generation_s, "rounds": stats.rounds, "drafted": stats.drafted,
+    cut = len(list(takewhile(lambda t: t.origin == "accepted", reversed(reply))))
+    return {"ids": [t.id for t in reply], "seconds": stats.generation_s, "rounds": stats.rounds, "drafted": stats.drafted,
             "accepted": stats.accepted, "drafts_run": stats.drafted + (setting.k - cut if cut else 0)}
 
 

@@ -79,6 +79,18 @@ def one_prompt(models: Models, settings: list[Setting], ids: list[int], tokens: 
     return {"prompt": turn, "prompt_tokens": len(ids), "plain": plain, "runs": runs}
 
 
+def run_ahead_gain(models: Models, settings: list[Setting], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Speed with a second round in flight / without, for every setting."""
+    ratios: dict[str, list[float]] = {str(s): [] for s in settings}
+    for turn, ids in enumerate(prompts):
+        for setting in rotated(settings, turn):
+            run = {on: ours(models.pairs[setting.draft], ids, setting, tokens, turn, on)["seconds"]
+                   for on in rotated([True, False], turn)}
+            ratios[str(setting)].append(run[False] / run[True])
+        note(f"run-ahead: prompt {turn + 1} of {len(prompts)}")
+    return {name: interval(values) for name, values in ratios.items()}
+
+
 def difference(model: Any, ids: list[int], wanted: list[int], got: list[int]) -> dict[str, float] | None:
     """Where two greedy replies part, and how far apart the two best logits are there."""
     if wanted == got:
@@ -268,7 +280,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--k", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--drafts", nargs="+", choices=("self", "noisy"), default=["self", "noisy"])
     parser.add_argument("--temperatures", type=float, nargs="+", choices=(0.0, 0.8), default=[0.0, 0.8])
-    parser.add_argument("--only", choices=("speculative", "plain", "build"), help="one part of the report")
+    parser.add_argument("--only", choices=("speculative", "plain", "build", "run-ahead"), help="one part of the report")
     parser.add_argument("--quick", action="store_true", help="two prompts, 16 tokens, k = 4: does it work?")
     parser.add_argument("--json", metavar="FILE", help="write everything raw")
     args = parser.parse_args()
@@ -295,17 +307,22 @@ def main() -> None:
     settings = [Setting(d, k, t) for d, k, t in product(args.drafts, args.k, args.temperatures)]
     parts = [args.only] if args.only else ["build", "plain", "speculative"]
     raw: dict[str, Any] = {"machine": card, "noise": NOISE, "arguments": vars(args)}
-    build, lengths, records = {}, {}, []
+    build, lengths, records, gain = {}, {}, [], {}
     if "build" in parts:
         note("host time")
         build = {str(s): build_times(models.pairs[s.draft], text[:60], s) for s in settings if s.draft == "noisy"}
     if "plain" in parts:
         lengths = plain_lengths(models.pairs["none"], text, args, probe)
+    if "run-ahead" in parts:
+        warm_up(models, settings, text)
+        gain = run_ahead_gain(models, settings, prompts, args.tokens)
+        print("a second round in flight / none: ratios of speeds")
+        table(["setting", "ratio"], [[name, show(ratio)] for name, ratio in gain.items()])
     if "speculative" in parts:
         warm_up(models, settings, text)
         with compile_after(NEVER):
             records = compare(models, settings, prompts, args.tokens, probe)
-    raw |= {"build": build, "plain": lengths, "speculative": records, "figures": {}}
+    raw |= {"build": build, "run-ahead": gain, "plain": lengths, "speculative": records, "figures": {}}
     if records:
         raw["figures"] |= report_settings(records, settings, args.tokens)
     if lengths:

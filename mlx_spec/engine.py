@@ -28,6 +28,7 @@ from .control import Controller, Fixed
 from .drafters.model import ModelDrafter
 from .emit import Emission, Emitter
 from .errors import SpecError
+from .hidden import last_row
 from .prefill import Cancelled
 from .probe import why_not_quantised
 from .round import Plan, Round, State
@@ -56,9 +57,10 @@ class Flight(NamedTuple):
 class Decoder:
     """One reply of a pair to a prompt of token ids.
 
-    memory: what an earlier reply left; its ids must begin the prompt. drafter, controller and
-    run_ahead: a drafter in place of the pair's draft model, another k each round, no second round
-    in flight.
+    memory: what an earlier reply left; its ids must begin the prompt. drafter, controller: in place
+    of the pair's draft model, and another k each round. run_ahead: whether a second round is in
+    flight; None: on a GPU, for on a CPU host and device are the same cores and there is no idle
+    time to win, while a draft that knows how the last round went has fewer rows to read.
     """
 
     def __init__(
@@ -70,14 +72,14 @@ class Decoder:
         memory: Memory | None = None,
         drafter: Any = None,
         controller: Controller | None = None,
-        run_ahead: bool = True,
+        run_ahead: bool | None = None,
     ):
         check(pair, ids, options)
         self.pair, self.options = pair, options
         self.history = list(ids)
         self.length = len(ids)  # tokens read back so far, prompt and reply
         self.controller = controller or Fixed(options.num_draft_tokens)
-        self.run_ahead = run_ahead
+        self.run_ahead = mx.default_device().type == mx.gpu if run_ahead is None else run_ahead
         self.seed = secrets.randbits(32) if options.seed is None else options.seed
         self.stats = Stats(prompt_tokens=len(ids))
         self.emitter = Emitter(pair.tokenizer, pair.end_ids, options.stop, options.max_tokens)
@@ -100,7 +102,8 @@ class Decoder:
     def _round(self, drafter: Any) -> Round:
         pair, options = self.pair, self.options
         if drafter is None and self.k_max:
-            drafter = ModelDrafter(pair.draft, pair.draft_profile.layers, pair.draft_vocab_size)
+            model = pair.draft if pair.draft_profile.hidden_reason else last_row(pair.draft)
+            drafter = ModelDrafter(model, pair.draft_profile.layers, pair.draft_vocab_size)
         processors = () if self.stepwise else self.processors
         return Round(
             pair.target, pair.target_profile.layers, drafter if self.k_max else None, Sampling.of(options),

@@ -9,12 +9,14 @@ load, and decodes plainly.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Callable
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from .cache import Cursor, Full, Layer, Pass, Quantized, Ring, adopt, rung
+from .hidden import why_hidden
 
 KEEP = 4  # tokens that a bounded cache never drops, as in mlx-lm
 ROWS = 4
@@ -25,11 +27,15 @@ TOLERANCE_FLOAT32, TOLERANCE_HALF = 1e-3, 0.25
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's caches, one Layer each; or, in `reason`, why it can only decode plainly."""
+    """A model's caches, one Layer each; or, in `reason`, why it can only decode plainly.
+
+    hidden_reason: why its hidden states can't be read, None where they can.
+    """
 
     layers: tuple[Layer, ...] = ()
     head_rows: int = 0
     reason: str | None = None
+    hidden_reason: str | None = None
 
     def for_request(
         self, slack: int, max_kv_size: int | None = None, kv_bits: int | None = None, kv_group_size: int = 64
@@ -70,7 +76,7 @@ def profile(model: Callable) -> Profile:
         return Profile((), head_rows, "some of its caches are filled in a way of its own")
     layers = tuple(Ring.like(c, slack=2 * ROWS) if type(c) is RotatingKVCache else Full.like(c) for c in caches)
     reason = _compare(model, layers, head_rows)
-    return Profile(() if reason else layers, head_rows, reason)
+    return Profile(() if reason else layers, head_rows, reason, why_hidden(model, partial(make_prompt_cache, model)))
 
 
 def why_not_quantised(pair: Any, profile: Profile, bits: int, group_size: int) -> str | None:

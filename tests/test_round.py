@@ -96,7 +96,7 @@ def test_switching_k_costs_no_more(monkeypatch):
 
 def test_a_round_is_read_after_the_next_one_is_submitted():
     """Run-ahead: submit 1, submit 2, read 1, submit 3, read 2, ..."""
-    decoder = Decoder(pair(), tiny.PROMPT, Options(max_tokens=60, num_draft_tokens=2))
+    decoder = Decoder(pair(), tiny.PROMPT, Options(max_tokens=60, num_draft_tokens=2), run_ahead=True)
     order, submit, read = [], decoder._submit, decoder._read
     decoder._submit = lambda: (order.append("submit"), submit())[1]
     decoder._read = lambda: (order.append("read"), read())[1]

@@ -1,0 +1,159 @@
+"""An autoregressive head on the target's hidden states, as in EAGLE (arXiv 2401.15077, 2503.01840).
+
+    states of token p - 1 (several depths)   -> project --+
+    embedding of token p                     ------------ fuse -> layers -> norm -> target's head
+                                                          ^          |
+    for the drafts there are no target states:            +----------+  its own state goes in again
+
+Slot p of its caches holds token p with the states of token p - 1. The first pass of a round reads
+all that the last round wrote, with the target's own states; what was rejected lies past the newest
+token, where nothing looks and the next write lands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Callable, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import BaseModelArgs, create_attention_mask
+from mlx_lm.models.llama import ModelArgs, TransformerBlock
+
+from ..cache import Cursor, Full, Layer, Pass, grow
+from ..round import Choose, Plan, Proposal, State
+from ..shapes import Float, Integer
+from .shared import Shared
+
+
+@dataclass
+class HeadsArgs(BaseModelArgs):
+    """config.json of a head. depths: the layers after which the target's states are read, beside
+    its final ones. vocab_size: output ids; fewer than the target's means a reduced vocabulary."""
+
+    hidden_size: int
+    vocab_size: int
+    depths: list[int] = field(default_factory=list)
+    num_hidden_layers: int = 1
+    intermediate_size: int = 0
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 8
+    head_dim: int = 64
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    model_type: str = "mlx_spec_heads"
+
+    def layer_args(self) -> ModelArgs:
+        names = ("hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+                 "num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps")
+        return ModelArgs(model_type="llama", **{name: getattr(self, name) for name in names})
+
+
+class Heads(nn.Module):
+    """The trained part. `bind` adds what it shares with the target: embedding and output head."""
+
+    def __init__(self, args: HeadsArgs):
+        super().__init__()
+        self.args = args
+        dim, states = args.hidden_size, len(args.depths) + 1
+        self.inward_norms = [nn.RMSNorm(dim, eps=args.rms_norm_eps) for _ in range(states)]
+        self.project = nn.Linear(states * dim, dim, bias=False)
+        self.embed_norm = nn.RMSNorm(dim, eps=args.rms_norm_eps)
+        self.state_norm = nn.RMSNorm(dim, eps=args.rms_norm_eps)
+        self.fuse = nn.Linear(2 * dim, dim, bias=False)
+        self.layers = [TransformerBlock(args.layer_args()) for _ in range(args.num_hidden_layers)]
+        self.norm = nn.RMSNorm(dim, eps=args.rms_norm_eps)
+        self.ids = mx.arange(args.vocab_size, dtype=mx.int32)
+        self.freeze(keys="ids", recurse=False)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        return tuple(self.args.depths)
+
+    def bind(self, target: nn.Module) -> None:
+        """Share the target's embedding and, for the output ids, its head. Raises PairError."""
+        self.shared = Shared(target, self.ids, self.args.hidden_size)
+
+    def inward(self, states: Sequence[Float[mx.array, "batch rows dim"]]) -> Float[mx.array, "batch rows dim"]:
+        """The target's states, shallow to final, as one."""
+        dtype = self.norm.weight.dtype
+        return self.project(mx.concatenate([n(s.astype(dtype)) for n, s in zip(self.inward_norms, states)], axis=-1))
+
+    def __call__(
+        self, tokens: Integer[mx.array, "batch rows"], state: Float[mx.array, "batch rows dim"],
+        cache: Sequence[Any], mask: Any = None,
+    ) -> Float[mx.array, "batch rows dim"]:
+        """One step: each token with the state before it, to a state of its own."""
+        x = self.embed_norm(self.shared.embed(tokens).astype(state.dtype))
+        x = self.fuse(mx.concatenate([x, self.state_norm(state)], axis=-1))
+        mask = create_attention_mask(x, cache[0]) if mask is None else mask
+        for layer, c in zip(self.layers, cache):
+            x = layer(x, mask, c)
+        return x
+
+    def logits(self, state: Float[mx.array, "*rows dim"]) -> Float[mx.array, "*rows vocab"]:
+        """Of the output ids only."""
+        return self.shared.head(self.norm(state))
+
+    def cache_layers(self) -> tuple[Layer, ...]:
+        a = self.args
+        layer = Full(a.num_key_value_heads, a.head_dim, a.head_dim, self.norm.weight.dtype)
+        return (layer,) * a.num_hidden_layers
+
+    def drafter(self, layers: tuple[Layer, ...], vocab: int) -> HeadsDrafter:
+        return HeadsDrafter(self, layers, vocab)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadsDrafter:
+    """Proposes k tokens one after the other. Its state: caches, the target's states of the last
+    round's rows, and the position that the first of them belongs to."""
+
+    model: Heads
+    layers: tuple[Layer, ...]
+    vocab: int
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        return self.model.depths
+
+    @property
+    def signature(self) -> tuple:
+        return id(self.model), self.layers, self.vocab
+
+    def propose(self, state: State, plan: Plan, choose: Choose) -> Proposal:
+        own, out = self._read(state, plan.bound)
+        tokens, logprobs = [], []
+        for _ in range(plan.num_draft_tokens):
+            if tokens:
+                out = own(tokens[-1][:, None], out)
+            token, law = choose(self.model.shared.spread(self.model.logits(out)[:, -1], self.vocab), tokens)
+            tokens.append(token)
+            logprobs.append(law)
+        known = None if logprobs[0] is None else mx.stack(logprobs, axis=1)
+        return Proposal(mx.stack(tokens, axis=1), known, own.state)
+
+    def keep_up(self, state: State, plan: Plan) -> list:
+        """Reads what the last round wrote, in a round without drafts."""
+        return self._read(state, plan.bound)[0].state
+
+    def _read(self, state: State, bound: int) -> tuple[Pass, Float[mx.array, "batch 1 dim"]]:
+        """The newest token's state, the caches behind it."""
+        caches, states, start = state.drafter
+        own = Pass(self.model, self.layers, caches, Cursor(start[0], bound))
+        rows = states[0].shape[1]
+        tokens = mx.take_along_axis(state.history, start[:, None] + mx.arange(rows), axis=1)
+        out = own(tokens, self.model.inward(states))
+        newest = (state.length - 1 - start)[:, None, None]
+        own.cursor.offset = state.length[0]
+        return own, mx.take_along_axis(out, newest, axis=1)
+
+    def hear(self, caches: list, states: list[mx.array], start: mx.array) -> tuple:
+        """The state of the next round: `start` is the position after the first of the states."""
+        return caches, states, start
+
+    def reader(self, target: nn.Module, caches: list[Any], last: list[mx.array] | None) -> Reader:
+        return Reader(self.model, target, caches, last)
+
+    def grow(self, state: tuple, capacity: int) -> None:
+        grow(self.layers, state[0], capacity)

@@ -1,0 +1,180 @@
+"""Text with the target's hidden states, on disk: computed once, read by every epoch.
+
+Three flat files that only grow (tokens, states in float16, where each text lies) and a card that
+says what they were made from. A run that was cut short goes on where the last whole text ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Callable, Iterator, NamedTuple, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..errors import SpecError
+from ..hidden import Inside
+
+POOL = 64  # texts whose states are held in memory at once
+PASS_TOKENS = 2048  # tokens, padding included, of one pass of the target
+
+
+@lru_cache(maxsize=1)
+def cores() -> list[mx.Stream]:
+    """Streams that work side by side: one on a GPU, one a core on a CPU, where MLX runs each stream
+    in a thread of its own and only products would use more than one."""
+    if mx.default_device().type == mx.gpu:
+        return [mx.default_stream(mx.gpu)]
+    return [mx.new_stream(mx.cpu) for _ in range(os.cpu_count() or 1)]
+
+
+class Example(NamedTuple):
+    """A text to learn from. The drafter learns `answer`; `prompt` is only read.
+
+    temperature: at which the target wrote the answer; None where it did not write it.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    temperature: float | None = None
+
+
+class States:
+    """The stored texts. Row t of a text's states is what the target knows after token t; shallow
+    states come first, each row scaled to unit mean square, the final ones are as they are.
+
+    rows: (texts, 4) of start, prompt length, length, temperature in thousandths (-1: unknown).
+    """
+
+    def __init__(self, folder: Path, card: dict):
+        """card: everything that the states depend on. Raises SpecError where it can't write."""
+        self.folder, self.width = folder, (card["states"], card["dim"])
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self._card() != card:
+                for name in ("tokens", "states", "rows"):
+                    (folder / f"{name}.bin").write_bytes(b"")
+                (folder / "card.json").write_text(json.dumps(card))
+            self._repair()
+        except OSError as e:
+            raise SpecError(f"{folder}: {e.strerror or e}; choose another folder or make room") from e
+
+    def _card(self) -> dict | None:
+        path = self.folder / "card.json"
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _repair(self) -> None:
+        """Cut a text that was only partly written."""
+        size = (self.folder / "rows.bin").stat().st_size // 16
+        rows = np.fromfile(self.folder / "rows.bin", np.int32, size * 4).reshape(-1, 4)
+        ends = rows[:, 0].astype(np.int64) + rows[:, 2]
+        item = int(np.prod(self.width)) * 2
+        held = min((self.folder / "tokens.bin").stat().st_size // 4, (self.folder / "states.bin").stat().st_size // item)
+        whole = int((ends <= held).sum())
+        end = int(ends[whole - 1]) if whole else 0
+        for name, length in (("rows", whole * 16), ("tokens", end * 4), ("states", end * item)):
+            with open(self.folder / f"{name}.bin", "r+b") as f:
+                f.truncate(length)
+        self.rows = rows[:whole]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def size(self) -> int:
+        """Tokens stored."""
+        return int(self.rows[-1, 0] + self.rows[-1, 2]) if len(self.rows) else 0
+
+    def append(self, texts: Sequence[Example], states: Sequence[np.ndarray]) -> None:
+        """states: for each text (length, states, dim) in float16."""
+        start, new = self.size, []
+        try:
+            with open(self.folder / "tokens.bin", "ab") as t, open(self.folder / "states.bin", "ab") as s:
+                for text, array in zip(texts, states, strict=True):
+                    ids = np.asarray(text.prompt + text.answer, np.int32)
+                    heat = -1 if text.temperature is None else round(text.temperature * 1000)
+                    new.append((start, len(text.prompt), len(ids), heat))
+                    t.write(ids.tobytes())
+                    s.write(np.ascontiguousarray(array, np.float16).tobytes())
+                    start += len(ids)
+            with open(self.folder / "rows.bin", "ab") as r:
+                r.write(np.asarray(new, np.int32).tobytes())
+        except OSError as e:
+            raise SpecError(f"{self.folder}: {e.strerror or e}; make room and run it again with --resume: "
+                            "what was written is kept") from e
+        self.rows = np.concatenate([self.rows, np.asarray(new, np.int32)])
+
+    def open(self) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, states), mapped from disk: memory stays bounded whatever their size."""
+        n = self.size
+        tokens = np.memmap(self.folder / "tokens.bin", np.int32, "r", shape=(n,))
+        return tokens, np.memmap(self.folder / "states.bin", np.float16, "r", shape=(n, *self.width))
+
+
+def make_card(target_name: str, depths: Sequence[int], dim: int, texts: str) -> dict:
+    """texts: what the texts were made from, in words or as a digest."""
+    return {"target": target_name, "depths": list(depths), "states": len(depths) + 1, "dim": dim, "texts": texts}
+
+
+def digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
+
+
+def collect(store: States, target: nn.Module, depths: Sequence[int], texts: Iterator[Example],
+            on_progress: Callable[[int], None] = lambda tokens: None) -> None:
+    """Run the target over the texts that the store does not hold yet."""
+    inside = Inside(target, depths)
+    for _ in range(len(store)):
+        next(texts, None)
+    while pool := [text for _, text in zip(range(POOL), texts)]:
+        store.append(pool, _pass(inside, pool))
+        on_progress(store.size)
+
+
+def _pass(inside: Inside, pool: list[Example]) -> list[np.ndarray]:
+    """The states of a pool's texts, several passes at once where the device has several cores."""
+    found: list = [None] * len(pool)
+    passes = _passes([len(text.prompt) + len(text.answer) for text in pool])
+    for i in range(0, len(passes), len(cores())):
+        at_once = passes[i : i + len(cores())]
+        outs = []
+        for core, part in zip(cores(), at_once):
+            with mx.stream(core):
+                outs.append(_stack(inside, [pool[j] for j in part]))
+        mx.eval(outs)
+        for part, out in zip(at_once, outs):
+            for row, j in enumerate(part):
+                found[j] = np.array(out[row, : len(pool[j].prompt) + len(pool[j].answer)])
+    return found
+
+
+def _passes(lengths: list[int]) -> list[list[int]]:
+    """Texts of like length together, so that little is padding."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    found = []
+    while order:
+        count = max(PASS_TOKENS // lengths[order[-1]], 1)
+        found.append(order[-count:])
+        del order[-count:]
+    return found
+
+
+def _stack(inside: Inside, texts: list[Example]) -> mx.array:
+    """(texts, rows, states, dim) in float16, padded at the end."""
+    longest = max(len(t.prompt) + len(t.answer) for t in texts)
+    ids = [(t.prompt + t.answer) + [0] * (longest - len(t.prompt) - len(t.answer)) for t in texts]
+    *shallow, final = [s.astype(mx.float32) for s in inside.states(mx.array(ids))]
+    scaled = [s * mx.rsqrt(mx.mean(s * s, axis=-1, keepdims=True) + 1e-6) for s in shallow]
+    return mx.stack([*scaled, final], axis=2).astype(mx.float16)
