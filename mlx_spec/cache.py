@@ -304,7 +304,8 @@ class Native:
 
 
 class Pass:
-    """A model with its caches open in one graph: rows in, logits out, arrays at the end."""
+    """A model with its caches open in one graph: rows in, what the model makes of them out, arrays
+    at the end."""
 
     def __init__(self, model: Callable, layers: Sequence[Layer], state: Sequence[Arrays], cursor: Cursor):
         self.model = model
@@ -312,10 +313,10 @@ class Pass:
         self.cursor = cursor
         self.caches = [layer.open(arrays, cursor) for layer, arrays in zip(layers, state, strict=True)]
 
-    def __call__(self, tokens: Integer[mx.array, "batch rows"]) -> mx.array:
-        logits = self.model(tokens, cache=self.caches)
+    def __call__(self, tokens: Integer[mx.array, "batch rows"], *more: Any) -> Any:
+        out = self.model(tokens, *more, cache=self.caches)
         self.cursor.advance(tokens.shape[1])
-        return logits
+        return out
 
     @property
     def state(self) -> list[Arrays]:

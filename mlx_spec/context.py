@@ -12,13 +12,14 @@ from dataclasses import replace
 from typing import Any, Callable, NamedTuple, Sequence
 
 import mlx.core as mx
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from . import sampling
 from .cache import Native, Quantized, adopt, convert, grow, read_bound, rung
 from .drafters.model import ModelDrafter
+from .drafters.reader import Reader
 from .prefill import prefill
-from .probe import Profile, prompt_cache, why_not_quantised
+from .probe import KEEP, Profile, prompt_cache, why_not_quantised
 from .round import Round, State
 from .types import Options
 
@@ -29,12 +30,15 @@ AHEAD = 1024  # tokens of the reply that buffers are made for at first
 
 class Memory(NamedTuple):
     """What a reply leaves for a later turn: mlx-lm's caches and the tokens that are in them. Of use
-    to the same pair only: other weights, or another adapter, would have written other keys."""
+    to the same pair only: other weights, or another adapter, would have written other keys.
+
+    draft: caches; for a drafter on hidden states (caches, the target's last states).
+    """
 
     pair: Any
     ids: list[int]
     target: list[Any]
-    draft: list[Any]
+    draft: Any
     draft_length: int
 
 
@@ -58,6 +62,10 @@ class Context:
     def drafts_with_a_model(self) -> bool:
         return isinstance(self.drafter, ModelDrafter)
 
+    @property
+    def hears(self) -> bool:
+        return self.drafter is not None and self.drafter.hears
+
     # the prompt
 
     def read(self, ids: Sequence[int], seed: int) -> None:
@@ -67,8 +75,9 @@ class Context:
         self.capacity = rung(total + limit + 2 * (self.k_max + 1))
         progress = self.options.on_progress or (lambda read, of: None)
         progress(0, total)
-        target = self._read_target(ids, lambda read: progress(read, total))
-        drafter = self._read_draft(ids)
+        reader = self._reader(ids) if self.hears else None
+        target = self._read_target(ids, lambda read: progress(read, total), reader)
+        drafter = self._heard(reader, total) if reader else self._read_draft(ids)
         progress(total, total)
         history = mx.array([[*ids, *[0] * (self.capacity - total)]], dtype=mx.uint32)
         greedy = self.round.sampling.greedy
@@ -76,12 +85,30 @@ class Context:
         self.state = State(history, mx.array([total]), keys, target, drafter)
         mx.eval(list(self.state))
 
-    def _read_target(self, ids: Sequence[int], progress: Callable[[int], None]) -> list:
+    def _read_target(self, ids: Sequence[int], progress: Callable[[int], None], reader: Reader | None) -> list:
         caches, known = self._remembered("target", ids) or (prompt_cache(self.pair.target, self.options.max_kv_size), 0)
-        prefill(self.pair.target, caches, ids[known:-1], self.options, lambda read: progress(known + read))
+        told = lambda read: progress(known + read)  # noqa: E731
+        if reader is None:
+            prefill(self.pair.target, caches, ids[known:-1], self.options, told)
+        else:
+            prefill(reader, caches, ids[known:-1], self.options, told, lambda: reader.arrays)
         layers = self._layers_of(self.pair.target_profile, caches)
         self.round = replace(self.round, layers=layers)
         return adopt(layers, caches, self.capacity)
+
+    def _reader(self, ids: Sequence[int]) -> Reader:
+        """The target with the drafter's module reading along."""
+        size, layers = self.options.max_kv_size, self.pair.draft_profile.layers
+        fresh = [KVCache() if size is None else RotatingKVCache(size, keep=KEEP) for _ in layers], None
+        (caches, last), _ = self._remembered("draft", ids) or (fresh, 0)
+        return Reader(self.drafter.model, self.pair.target, caches, last)
+
+    def _heard(self, reader: Reader, total: int) -> Any:
+        """A listener's first state: the newest token is still to be read, with the last states."""
+        if self.drafter.layers:
+            self._redraft(self._layers(self.pair.draft_profile))
+        caches = adopt(self.drafter.layers, reader.caches, self.capacity)
+        return self.drafter.hear(caches, reader.last, mx.array([total - 1]))
 
     def _read_draft(self, ids: Sequence[int]) -> Any:
         if self.drafter is None:
@@ -191,7 +218,9 @@ class Context:
         kept = len(ids) - 1
         target = [layer.hand_back(a, kept) for layer, a in zip(self.round.layers, self.state.target)]
         draft, read = [], max(kept - max(missed, 1), 0)
-        if self.drafts_with_a_model and read:
+        if self.hears:
+            draft, read = self.drafter.leave(self.state, kept, read_bound(len(ids) + 2 * self.k_max)), kept
+        elif self.drafts_with_a_model and read:
             draft = [layer.hand_back(a, read) for layer, a in zip(self.drafter.layers, self.state.drafter)]
         self.state = None
         return Memory(self.pair, list(ids[:kept]), target, draft, read)

@@ -28,7 +28,7 @@ from .control import Controller, Fixed
 from .drafters.model import ModelDrafter
 from .emit import Emission, Emitter
 from .errors import SpecError
-from .hidden import last_row
+from .hidden import Inside, last_row
 from .prefill import Cancelled
 from .probe import why_not_quantised
 from .round import Plan, Round, State
@@ -101,12 +101,14 @@ class Decoder:
 
     def _round(self, drafter: Any) -> Round:
         pair, options = self.pair, self.options
-        if drafter is None and self.k_max:
-            model = pair.draft if pair.draft_profile.hidden_reason else last_row(pair.draft)
-            drafter = ModelDrafter(model, pair.draft_profile.layers, pair.draft_vocab_size)
+        if not self.k_max:
+            drafter = None
+        elif drafter is None:
+            drafter = _drafter(pair)
+        target = Inside(pair.target, drafter.depths) if drafter is not None and drafter.hears else pair.target
         processors = () if self.stepwise else self.processors
         return Round(
-            pair.target, pair.target_profile.layers, drafter if self.k_max else None, Sampling.of(options),
+            target, pair.target_profile.layers, drafter, Sampling.of(options),
             options.verify, pair.vocab_size, processors, sampling.context_size(options),
         )
 
@@ -262,18 +264,22 @@ class Decoder:
         longest = self._longest()
         k = self._choose()
         self.chosen = None
-        catch_up = 1
-        if k:
-            if self.missed >= CATCH_UP:
-                assert not self.flights  # the tokens must be known
-                start = self.length - 1 - self.missed
-                self.context.catch_up(self.history[start : self.length - 1], start)
-                self.missed = 0
-            catch_up = self._bucket()
-            self.missed = 1
-        else:
-            self.missed += 1
+        catch_up = self._catch_up(k) if self.context.drafts_with_a_model else 1
         return Plan(k, catch_up, read_bound(longest + k + 1), self.length if self.exact_history else None)
+
+    def _catch_up(self, k: int) -> int:
+        """How many tokens a draft model reads again in a round of k."""
+        if k == 0:
+            self.missed += 1
+            return 1
+        if self.missed >= CATCH_UP:
+            assert not self.flights  # the tokens must be known
+            start = self.length - 1 - self.missed
+            self.context.catch_up(self.history[start : self.length - 1], start)
+            self.missed = 0
+        bucket = self._bucket()
+        self.missed = 1
+        return bucket
 
     def _longest(self) -> int:
         """The most tokens there can be once every round in flight is done."""
@@ -321,7 +327,7 @@ class Decoder:
     def _signature(self) -> tuple:
         """What a compiled round depends on beside its plan and the shapes of its arrays."""
         r, o = self.context.round, self.options
-        drafter = (r.drafter.layers, r.drafter.vocab) if type(r.drafter) is ModelDrafter else id(r.drafter)
+        drafter = getattr(r.drafter, "signature", id(r.drafter))
         bias = tuple(sorted(o.logit_bias.items())) if o.logit_bias else None
         penalties = (o.repetition_penalty, o.repetition_context_size, o.presence_penalty,
                      o.presence_context_size, o.frequency_penalty, o.frequency_context_size)
@@ -337,6 +343,14 @@ class Decoder:
         """What a later turn can build on; the decoder is spent."""
         self._drain()
         return self.context.leave(self.history, self.missed)
+
+
+def _drafter(pair: Any) -> Any:
+    """The pair's own: a module on hidden states brings one, a language model is given one."""
+    draft, found = pair.draft, pair.draft_profile
+    if hasattr(draft, "drafter"):
+        return draft.drafter(found.layers, pair.vocab_size)
+    return ModelDrafter(draft if found.hidden_reason else last_row(draft), found.layers, pair.draft_vocab_size)
 
 
 def _build(round: Round, plan: Plan, state: tuple) -> tuple[tuple, mx.array]:

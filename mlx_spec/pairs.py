@@ -17,7 +17,7 @@ from .errors import PairError, SpecError
 from .folder import apply_adapter, load_folder
 from .gguf import default_dtype, load_gguf
 from .hub import OnProgress
-from .probe import profile
+from .probe import Profile, profile
 from .prompts import turn_end
 
 __all__ = ["Entry", "Pair", "catalogue", "find", "load", "pull"]
@@ -28,7 +28,8 @@ MAX_SPECIAL_DIFFERENCES = 16
 class Pair:
     """A target and what speeds it up. Weights are evaluated in the thread that makes the pair.
 
-    target, draft: loaded mlx-lm models; draft may be None (plain decoding) or the target itself.
+    target, draft: loaded mlx-lm models; draft may be None (plain decoding), the target itself, or a
+    module that reads the target's hidden states (`drafters/heads.py`, `drafters/mlp.py`).
     tokenizer: the target's, mlx-lm's wrapper or a Hugging Face tokenizer; None for work on ids.
     draft_tokenizer: the draft's, compared with it by content; None: not checked, make sure yourself.
     vocab_size: ids that may be emitted are 0 to vocab_size - 1; a head may have more rows.
@@ -76,11 +77,24 @@ class Pair:
         self.draft_profile = self.target_profile
         if self.draft is None:
             self.draft_profile = None
+        elif hasattr(self.draft, "bind"):
+            self.draft_profile = self._bind()
         elif self.draft is not self.target:
             self.draft_profile = profile(self.draft)
         for role, found in (("target", self.target_profile), ("draft", self.draft_profile)):
             if found is not None and found.reason:
                 self.notes += (f"plain decoding: the {role} can't speculate, {found.reason}",)
+
+    def _bind(self) -> Profile:
+        """Join a draft on hidden states with the target."""
+        target = self.target_profile
+        if target.reason:
+            return Profile(reason="the target decodes plainly")
+        if target.hidden_reason:
+            raise PairError(f"a draft on hidden states can't be used with this target: {target.hidden_reason}; "
+                            "use a draft model")
+        self.draft.bind(self.target, target.layers[0].dtype)
+        return Profile(self.draft.cache_layers(), target.head_rows)
 
     def __repr__(self) -> str:
         return f"Pair({self.name or type(self.target).__module__}, draft={'yes' if self.draft is not None else 'no'})"

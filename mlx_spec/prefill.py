@@ -24,10 +24,12 @@ def prefill(
     ids: Sequence[int],
     options: Options,
     progress: Callable[[int], None] = lambda read: None,
+    beside: Callable[[], list] = list,
 ) -> None:
     """Feed `ids` to the caches in chunks of `prefill_step_size`, evaluating after each.
 
-    Only the caches are evaluated, so no logits are computed. Raises Cancelled between chunks.
+    Only the caches, and what `beside` names, are evaluated, so no logits are computed. Raises
+    Cancelled between chunks.
     """
     tokens = mx.array(ids, dtype=mx.uint32)[None]
     for start in range(0, len(ids), options.prefill_step_size):
@@ -36,7 +38,7 @@ def prefill(
         chunk = tokens[:, start : start + options.prefill_step_size]
         model(chunk, cache=caches)
         quantize(caches, options)
-        mx.eval([c.state for c in caches])
+        mx.eval([c.state for c in caches], beside())
         progress(start + chunk.shape[1])
         mx.clear_cache()
 

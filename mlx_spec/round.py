@@ -71,9 +71,24 @@ class Choose(Protocol):
 
 
 class Drafter(Protocol):
-    """What proposes."""
+    """What proposes. hears: whether it reads the target's hidden states (a `Listener`)."""
+
+    hears: bool
 
     def propose(self, state: State, plan: Plan, choose: Choose) -> Proposal: ...
+
+
+class Listener(Drafter, Protocol):
+    """A drafter on hidden states. The target is run as `Inside(model, depths)` for it."""
+
+    depths: tuple[int, ...]
+
+    def keep_up(self, state: State, plan: Plan) -> Any:
+        """Its state after a round that it proposes nothing in."""
+
+    def hear(self, drafted: Any, states: Sequence[mx.array], start: Integer[mx.array, "batch"]) -> Any:
+        """Its state for the next round: `states` are the target's, a row for the token before
+        position `start` and for each draft after it."""
 
 
 def newest(state: State, count: int) -> Integer[mx.array, "batch count"]:
@@ -86,6 +101,7 @@ def newest(state: State, count: int) -> Integer[mx.array, "batch count"]:
 class Round:
     """The static facts of a request's rounds. Calling it builds one: state in, state out.
 
+    model: rows to logits, or to (logits, hidden states) for a drafter that hears them.
     rule: "token", "block" or "match". processors run on every row, on the history and the tokens
     drafted before that row; context is how many tokens they look at (0: the exact history).
     """
@@ -112,11 +128,20 @@ class Round:
         proposal = self._propose(state, plan)
         rows = mx.concatenate([newest(state, 1), proposal.tokens], axis=1)
         target = Pass(self.model, self.layers, state.target, Cursor(state.length[0] - 1, plan.bound))
-        return proposal, fit(target(rows), self.vocab), target.state
+        logits = target(rows)
+        if self._hears:
+            logits, states = logits
+            proposal = proposal._replace(state=self.drafter.hear(proposal.state, states, state.length))
+        return proposal, fit(logits, self.vocab), target.state
+
+    @property
+    def _hears(self) -> bool:
+        return self.drafter is not None and self.drafter.hears
 
     def _propose(self, state: State, plan: Plan) -> Proposal:
         if plan.num_draft_tokens == 0:
-            return Proposal(mx.zeros((state.length.shape[0], 0), mx.uint32), None, state.drafter)
+            drafted = self.drafter.keep_up(state, plan) if self._hears else state.drafter
+            return Proposal(mx.zeros((state.length.shape[0], 0), mx.uint32), None, drafted)
 
         noise = self._draft_noise(state, plan.num_draft_tokens)
 

@@ -1,12 +1,15 @@
 """What several test files share: plain decoding by mlx-lm as the yardstick, and a tiny pair."""
 
+import random
 from functools import lru_cache
 
 import mlx.core as mx
 import tiny
 from mlx_lm.generate import generate_step
 
+from mlx_spec.drafters.heads import Heads, HeadsArgs
 from mlx_spec.engine import Decoder
+from mlx_spec.hidden import trunk
 from mlx_spec.pairs import Pair
 from mlx_spec.types import Options
 
@@ -19,15 +22,28 @@ def plain(model, ids, n, **options):
 
 @lru_cache(maxsize=None)
 def pair(name="llama", draft="noisy"):
-    """A tiny pair without a tokenizer. draft: 'same', 'noisy', 'other' or None."""
+    """A tiny pair without a tokenizer. draft: 'same', 'noisy', 'other', 'heads', 'deep heads' or None."""
     target = tiny.make(name)
     drafts = {
         "same": lambda: target,
         "noisy": lambda: tiny.noisy_copy(target),
         "other": lambda: tiny.make(name, 7),
+        "heads": lambda: heads(target),
+        "deep heads": lambda: heads(target, depths=(1, 2), vocab=200, layers=2),
         None: lambda: None,
     }
     return Pair(target, drafts[draft]())
+
+
+def heads(target, depths=(), vocab=None, layers=1, seed=3):
+    """A random head on a target's hidden states; vocab: how many output ids, every id when None."""
+    width = trunk(target)(mx.array([[0]])).shape[-1]
+    rows = target(mx.array([[0]])).shape[-1]
+    args = HeadsArgs(width, vocab or rows, list(depths), layers, 2 * width, 2, 1, 32)
+    head = tiny.randomise(Heads(args), seed)
+    chosen = sorted(random.Random(seed).sample(range(rows), vocab)) if vocab else list(range(rows))
+    head.ids = mx.array(chosen, dtype=mx.int32)
+    return head
 
 
 @lru_cache(maxsize=None)

@@ -23,6 +23,8 @@ class Stream:
     def __init__(self, stream):
         self.stream, self.right = stream, 0
 
+    hears = False
+
     def propose(self, state, plan, choose):
         index = state.length[:, None] + mx.arange(plan.num_draft_tokens)
         tokens = mx.take(self.stream, index)

@@ -339,6 +339,8 @@ def test_no_draft_tokens_is_plain_decoding_that_never_asks_the_draft():
     target = tiny.make("llama")
 
     class Never:
+        hears = False
+
         def propose(self, *args):
             raise AssertionError("asked")
 

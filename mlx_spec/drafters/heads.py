@@ -13,7 +13,7 @@ token, where nothing looks and the next write lands.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -54,7 +54,7 @@ class Heads(nn.Module):
 
     def __init__(self, args: HeadsArgs):
         super().__init__()
-        self.args = args
+        self.args, self.model_type = args, args.model_type
         dim, states = args.hidden_size, len(args.depths) + 1
         self.inward_norms = [nn.RMSNorm(dim, eps=args.rms_norm_eps) for _ in range(states)]
         self.project = nn.Linear(states * dim, dim, bias=False)
@@ -70,9 +70,11 @@ class Heads(nn.Module):
     def depths(self) -> tuple[int, ...]:
         return tuple(self.args.depths)
 
-    def bind(self, target: nn.Module) -> None:
-        """Share the target's embedding and, for the output ids, its head. Raises PairError."""
-        self.shared = Shared(target, self.ids, self.args.hidden_size)
+    def bind(self, target: nn.Module, dtype: mx.Dtype) -> None:
+        """Share the target's embedding and, for the output ids, its head; compute in its dtype.
+        Raises PairError."""
+        self.shared = Shared(target, self.ids, self.args.hidden_size, self.depths)
+        self.set_dtype(dtype)
 
     def inward(self, states: Sequence[Float[mx.array, "batch rows dim"]]) -> Float[mx.array, "batch rows dim"]:
         """The target's states, shallow to final, as one."""
@@ -112,6 +114,7 @@ class HeadsDrafter:
     model: Heads
     layers: tuple[Layer, ...]
     vocab: int
+    hears = True
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -152,8 +155,14 @@ class HeadsDrafter:
         """The state of the next round: `start` is the position after the first of the states."""
         return caches, states, start
 
-    def reader(self, target: nn.Module, caches: list[Any], last: list[mx.array] | None) -> Reader:
-        return Reader(self.model, target, caches, last)
+    def leave(self, state: State, kept: int, bound: int) -> tuple[list[Any], list[mx.array] | None]:
+        """For a later turn, when all but `kept` tokens are forgotten: mlx-lm's caches, and the
+        target's states that the next token is read with, None where they are gone."""
+        _, states, start = state.drafter
+        caches = self._read(state, bound)[0].state
+        row = kept - start.item()
+        last = [s[:, row : row + 1] for s in states] if row >= 0 else None
+        return [layer.hand_back(a, kept) for layer, a in zip(self.layers, caches)], last
 
     def grow(self, state: tuple, capacity: int) -> None:
         grow(self.layers, state[0], capacity)

@@ -24,6 +24,11 @@ class ModelDrafter:
     model: Callable
     layers: tuple[Layer, ...]
     vocab: int
+    hears = False
+
+    @property
+    def signature(self) -> tuple:
+        return self.layers, self.vocab
 
     def propose(self, state: State, plan: Plan, choose: Choose) -> Proposal:
         draft = self._open(state.drafter, state.length[0] - plan.catch_up, plan.bound)

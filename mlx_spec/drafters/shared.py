@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable
+from typing import Callable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +18,7 @@ class Shared:
     ids: the output ids, in the order of the drafter's logits.
     """
 
-    def __init__(self, target: nn.Module, ids: Integer[mx.array, "reduced"], dim: int):
+    def __init__(self, target: nn.Module, ids: Integer[mx.array, "reduced"], dim: int, depths: Sequence[int] = ()):
         self.ids = ids
         self.embed = _embedding(target)
         head = _output(target) or self.embed
@@ -28,6 +28,10 @@ class Shared:
         if width != dim:
             raise PairError(f"this draft was made for hidden states of width {dim}, the target's are {width} wide: "
                             "use the target that it was trained for")
+        layers = len(getattr(trunk(target), "layers", ()))
+        if depths and not 0 < min(depths) <= max(depths) <= layers:
+            raise PairError(f"this draft reads the target after layers {', '.join(map(str, depths))}, and it shows "
+                            f"{layers}: use the target that it was trained for")
 
     def spread(self, logits: Float[mx.array, "batch reduced"], vocab: int) -> Float[mx.array, "batch vocab"]:
         """Logits of all ids: the others are impossible."""
