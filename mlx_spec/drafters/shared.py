@@ -37,8 +37,10 @@ class Shared:
         """Logits of all ids: the others are impossible."""
         if not self.reduced:
             return logits
-        full = mx.full((logits.shape[0], vocab), -mx.inf, dtype=logits.dtype)
-        return mx.put_along_axis(full, mx.broadcast_to(self.ids[None], logits.shape), logits, axis=1)
+        # Ids that may not be emitted, of a padded head, go to a column that is cut off again.
+        full = mx.full((logits.shape[0], vocab + 1), -mx.inf, dtype=logits.dtype)
+        places = mx.broadcast_to(mx.minimum(self.ids, vocab)[None], logits.shape)
+        return mx.put_along_axis(full, places, logits, axis=1)[:, :vocab]
 
 
 def _embedding(target: nn.Module) -> nn.Module:
