@@ -119,7 +119,8 @@ class Decoder:
         if self.stepwise and not reason:
             rule = ", verified by token" if self.options.verify == "block" else ""
             self.stats.mode = f"speculative, position by position{rule} (a logits processor may keep state)"
-        return 0 if reason else self.controller.largest
+        limit = getattr(self.pair.draft if drafter is None else drafter, "largest", None)
+        return 0 if reason else min(self.controller.largest, limit or self.controller.largest)
 
     def _why_plain(self, drafter: Any) -> str | None:
         pair = self.pair

@@ -8,6 +8,7 @@ import tiny
 from mlx_lm.generate import generate_step
 
 from mlx_spec.drafters.heads import Heads, HeadsArgs
+from mlx_spec.drafters.mlp import Mlp, MlpArgs
 from mlx_spec.engine import Decoder
 from mlx_spec.hidden import trunk
 from mlx_spec.pairs import Pair
@@ -22,7 +23,8 @@ def plain(model, ids, n, **options):
 
 @lru_cache(maxsize=None)
 def pair(name="llama", draft="noisy"):
-    """A tiny pair without a tokenizer. draft: 'same', 'noisy', 'other', 'heads', 'deep heads' or None."""
+    """A tiny pair without a tokenizer. draft: 'same', 'noisy', 'other', 'heads', 'deep heads', 'mlp',
+    'reduced mlp' or None."""
     target = tiny.make(name)
     drafts = {
         "same": lambda: target,
@@ -30,6 +32,8 @@ def pair(name="llama", draft="noisy"):
         "other": lambda: tiny.make(name, 7),
         "heads": lambda: heads(target),
         "deep heads": lambda: heads(target, depths=(1, 2), vocab=200, layers=2),
+        "mlp": lambda: mlp(target),
+        "reduced mlp": lambda: mlp(target, vocab=200, tie_weights=True, scale_input=True),
         None: lambda: None,
     }
     return Pair(target, drafts[draft]())
@@ -40,10 +44,21 @@ def heads(target, depths=(), vocab=None, layers=1, seed=3):
     width = trunk(target)(mx.array([[0]])).shape[-1]
     rows = target(mx.array([[0]])).shape[-1]
     args = HeadsArgs(width, vocab or rows, list(depths), layers, 2 * width, 2, 1, 32)
-    head = tiny.randomise(Heads(args), seed)
+    return _with_ids(tiny.randomise(Heads(args), seed), rows, vocab, seed)
+
+
+def mlp(target, vocab=None, seed=3, n_predict=3, **options):
+    """A random speculator for a target; vocab and seed as in `heads`."""
+    width = trunk(target)(mx.array([[0]])).shape[-1]
+    rows = target(mx.array([[0]])).shape[-1]
+    args = MlpArgs(width, n_predict, vocab or rows, 48, reduced=vocab is not None, **options)
+    return _with_ids(tiny.randomise(Mlp(args), seed), rows, vocab, seed)
+
+
+def _with_ids(draft, rows, vocab, seed):
     chosen = sorted(random.Random(seed).sample(range(rows), vocab)) if vocab else list(range(rows))
-    head.ids = mx.array(chosen, dtype=mx.int32)
-    return head
+    draft.ids = mx.array(chosen, dtype=mx.int32)
+    return draft
 
 
 @lru_cache(maxsize=None)
