@@ -41,6 +41,7 @@ OnProgress = Callable[[int, int], None]
 PATTERNS = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model",
             "*.txt", "*.jsonl", "*.jinja"]
 CONNECT_TIMEOUT_S = 5
+NO_TOKENIZER = ("mlx_spec_heads", "mlp_speculator")  # model types of drafts that use their target's
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,19 @@ def _is_whole(folder: Path) -> bool:
         named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ()
     except (ValueError, KeyError, AttributeError):
         return False
-    tokenizer = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
-    return (tokenizer or any(folder.glob("*.tiktoken"))) and (folder / "config.json").exists() and any(
+    return _has_tokenizer(folder) and (folder / "config.json").exists() and any(
         folder.glob("model*.safetensors")) and all((folder / name).exists() for name in named)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Or is the kind of draft that needs none."""
+    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return True
+    try:
+        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        kind = None
+    return kind in NO_TOKENIZER or any(folder.glob("*.tiktoken"))
 
 
 def download_repo(repo: str, revision: str | None = None, on_progress: OnProgress | None = None) -> Path:

@@ -24,7 +24,8 @@ else:
 class Entry:
     """A pair of the catalogue. Sizes in bytes; memory_bytes: what a chat of some thousand tokens needs.
 
-    draft: a hub repository, or "self" (the target drafts). unquantised: run in the platform's dtype.
+    draft: a hub repository, "self" (the target drafts), or models/NAME, a folder that ships with this
+    package. unquantised: run in the platform's dtype.
     """
 
     name: str
@@ -43,9 +44,18 @@ class Entry:
         return self.target_bytes + self.draft_bytes
 
     @property
+    def draft_name(self) -> str:
+        """The draft as `locate` takes it, from wherever the program is started."""
+        return str(models_folder().parent / self.draft) if self.ships_draft else self.draft
+
+    @property
+    def ships_draft(self) -> bool:
+        return self.draft.startswith("models/")
+
+    @property
     def on_disk(self) -> bool:
         """Whether nothing would have to be downloaded."""
-        drafts = [] if self.draft == "self" else [self.draft]
+        drafts = [] if self.draft == "self" or self.ships_draft else [self.draft]
         return all(cached_repo(repo) for repo in drafts) and _target_on_disk(self) is not None
 
 
@@ -134,5 +144,5 @@ def pull(name: str, on_progress: OnProgress | None = None) -> list[Path]:
     The size and a progress bar are shown on stderr. Raises PairError and DownloadError.
     """
     entry = find(name)
-    names = [name] if entry is None or entry.draft == "self" else [name, entry.draft]
+    names = [name] if entry is None or entry.draft == "self" else [name, entry.draft_name]
     return [locate(n, on_progress=on_progress) for n in names]
