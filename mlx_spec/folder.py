@@ -21,9 +21,9 @@ _AGAIN = "download it again"
 
 def load_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, TokenizerWrapper]:
     """The model and tokenizer in `folder`, weights evaluated. Raises PairError."""
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     _check_config(folder, config)
-    _check_weights(folder)
+    check_weights(folder)
     try:
         model, _ = load_model(folder, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(folder, {"trust_remote_code": trust_remote_code},
@@ -55,7 +55,8 @@ def first_line(error: Exception) -> str:
     return " ".join(" ".join(lines[:2]).split())[:200]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises PairError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
@@ -77,10 +78,11 @@ def _check_config(folder: Path, config: dict[str, Any]) -> None:
                         f"mlx-lm {version('mlx-lm')}; choose another model") from e
 
 
-def _check_weights(folder: Path) -> None:
+def check_weights(folder: Path) -> None:
+    """Whether the files that hold the weights are there and whole. Raises PairError."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        for name in sorted(set(_read_json(index).get("weight_map", {}).values())):
+        for name in sorted(set(read_json(index).get("weight_map", {}).values())):
             if not (folder / name).exists():
                 raise PairError(f"{folder / name} is missing, but {index.name} names it; {_AGAIN}")
     shards = sorted(folder.glob("model*.safetensors"))

@@ -5,6 +5,7 @@ Knows which ids may be emitted and what ends a reply. Knows nothing of rounds or
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Iterable
 
@@ -12,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .drafters.saved import about, is_saved, load_saved
 from .names import Entry, catalogue, find, locate, pull
 from .errors import PairError, SpecError
 from .folder import apply_adapter, load_folder
@@ -166,8 +168,9 @@ def load(
     """Loads a pair, downloading what is not on this machine.
 
     target: a name of the catalogue, a hub repository, an mlx-lm model folder or a .gguf file.
-    draft: likewise; None is the catalogue's draft if the target's name is a pair's, otherwise no
-    draft; False is no draft. The target's adapter never reaches the draft.
+    draft: likewise, or a draft on the target's hidden states, which needs no tokenizer; None is the
+    catalogue's draft if the target's name is a pair's, otherwise no draft; False is no draft. The
+    target's adapter never reaches the draft.
     draft_required: False turns a draft that fails into a note on a pair without one.
     on_progress: called with (bytes done, bytes in all) while downloading.
 
@@ -176,7 +179,7 @@ def load(
     target = str(target)
     entry = find(target)
     if draft is None and entry is not None:
-        draft = entry.draft
+        draft = entry.draft_name
     if draft == "self":
         draft, draft_revision = target, draft_revision or revision
     model, tokenizer, notes = _load_one(target, adapter_path, revision, trust_remote_code, on_progress)
@@ -185,6 +188,11 @@ def load(
     try:
         if (str(draft), draft_revision, draft_adapter_path) == (target, revision, adapter_path):
             return Pair(model, model, tokenizer, name=target, notes=notes)
+        path = locate(str(draft), draft_revision, on_progress)
+        if is_saved(path):
+            if draft_adapter_path is not None:
+                raise PairError("a draft on hidden states takes no adapter")
+            return Pair(model, load_saved(path), tokenizer, name=target, notes=(*notes, *_made_for(path, target)))
         other, other_tokenizer, _ = _load_one(str(draft), draft_adapter_path, draft_revision, trust_remote_code, on_progress)
         return Pair(model, other, tokenizer, draft_tokenizer=other_tokenizer, name=target, notes=notes)
     except SpecError as e:
@@ -193,9 +201,25 @@ def load(
         return Pair(model, None, tokenizer, name=target, notes=(*notes, f"draft off: {e}"))
 
 
+def _made_for(draft: Path, target: str) -> tuple[str, ...]:
+    """A note where a saved draft was made for another target than this one."""
+    made_for = about(draft).get("target")
+    if not made_for or _last_part(str(made_for)) == _last_part(target):
+        return ()
+    return (f"the draft was made for {made_for}: acceptance may be low with {target}",)
+
+
+def _last_part(name: str) -> str:
+    """Of a hub name or a path, for the same model can be in several places."""
+    entry = find(name)
+    return os.path.basename(os.path.abspath(entry.target if entry else name)).removesuffix(".gguf").lower()
+
+
 def _load_one(name: str, adapter: str | Path | None, revision: str | None, trusted: bool,
               on_progress: OnProgress | None) -> tuple[nn.Module, TokenizerWrapper, tuple[str, ...]]:
     path, entry = locate(name, revision, on_progress), find(name)
+    if is_saved(path):
+        raise PairError(f"{path} is a draft on hidden states, not a model: give it as the draft of its target")
     if path.is_dir():
         model, tokenizer = load_folder(path, trust_remote_code=trusted)
         if entry is not None and entry.unquantised:
