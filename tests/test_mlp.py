@@ -60,7 +60,8 @@ def test_a_step_is_what_the_paper_and_the_published_checkpoints_compute(tied, sc
 
 def test_tied_heads_hold_their_weights_once():
     names = [k for k, _ in tree_flatten(Mlp(MlpArgs(64, 4, 10, 32, tie_weights=True)).trainable_parameters())]
-    assert sorted(names) == ["emb.0.weight", "head.0.weight", "ln.0.bias", "ln.0.weight", "proj.0.weight", "proj.1.weight"]
+    assert sorted(names) == ["emb.0.weight", "head.0.weight", "ln.0.bias", "ln.0.weight", "proj.0.weight",
+                             "proj.1.weight"]
 
 
 def test_tokens_outside_a_reduced_vocabulary_share_the_last_row_of_the_embedding():
@@ -191,4 +192,5 @@ def test_ids_of_a_padded_head_that_no_reply_may_hold_do_no_harm():
     loaded = Pair(target, draft, tiny.byte_tokenizer())
     logits = draft.shared.spread(mx.arange(10, dtype=mx.float32)[None], loaded.vocab_size)
     assert logits[0].tolist() == [-math.inf] * 254 + [0, 1, 2, 3, 4]
-    assert decode(loaded, tiny.PROMPT, max_tokens=8)[1] == decode(Pair(target, None, tiny.byte_tokenizer()), tiny.PROMPT, max_tokens=8)[1]
+    alone = Pair(target, None, tiny.byte_tokenizer())
+    assert decode(loaded, tiny.PROMPT, max_tokens=8)[1] == decode(alone, tiny.PROMPT, max_tokens=8)[1]
