@@ -13,7 +13,7 @@ from helpers import Scripted, decode, mlp, pair, plain
 from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.mlp import Mlp, MlpArgs
-from mlx_spec.engine import Decoder, _drafter
+from mlx_spec.engine import Decoder
 from mlx_spec.errors import PairError
 from mlx_spec.hidden import Inside
 from mlx_spec.pairs import Pair
@@ -104,7 +104,8 @@ def test_more_drafts_than_there_are_heads_are_not_asked_for():
     decoder, ids = decode(pair("llama", "mlp"), tiny.PROMPT, max_tokens=N, num_draft_tokens=8)
     assert decoder.k_max == 3 and ids == plain(pair("llama", None).target, tiny.PROMPT, N)
     assert decoder.stats.drafted <= 3 * decoder.stats.rounds
-    again = dict(drafter=_drafter(pair("llama", "mlp")), controller=Scripted(8, 0, 2))
+    own = pair("llama", "mlp").draft.drafter((), tiny.VOCAB)
+    again = dict(drafter=own, controller=Scripted(8, 0, 2))
     assert decode(pair("llama", "mlp"), tiny.PROMPT, max_tokens=N, **again)[1] == ids
 
 
