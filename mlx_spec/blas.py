@@ -51,6 +51,14 @@ def use_fast_blas() -> str | None:
     return _path
 
 
+def use_one_thread() -> None:
+    """Products on the thread that asks for them: where several streams work side by side."""
+    library = ctypes.CDLL(_path) if _path else None
+    for name in ("openblas_set_num_threads", "MKL_Set_Num_Threads"):
+        if library is not None and hasattr(library, name):
+            getattr(library, name)(1)
+
+
 def _candidates() -> list[str]:
     found = [path for pattern in _PATTERNS for path in sorted(glob.glob(pattern))]
     found += [f"{sys.prefix}/lib/libmkl_rt.so.2", f"{sys.prefix}/lib/libmkl_rt.so"]

@@ -25,10 +25,9 @@ from . import sampling
 from .cache import read_bound
 from .context import CATCH_UP, Context, Memory
 from .control import Controller, Fixed
-from .drafters.model import ModelDrafter
 from .emit import Emission, Emitter
 from .errors import SpecError
-from .hidden import Inside, last_row
+from .hidden import Inside
 from .prefill import Cancelled
 from .probe import why_not_quantised
 from .round import Plan, Round, State
@@ -104,7 +103,7 @@ class Decoder:
         if not self.k_max:
             drafter = None
         elif drafter is None:
-            drafter = _drafter(pair)
+            drafter = pair.drafter()
         target = Inside(pair.target, drafter.depths) if drafter is not None and drafter.hears else pair.target
         processors = () if self.stepwise else self.processors
         return Round(
@@ -344,14 +343,6 @@ class Decoder:
         """What a later turn can build on; the decoder is spent."""
         self._drain()
         return self.context.leave(self.history, self.missed)
-
-
-def _drafter(pair: Any) -> Any:
-    """The pair's own: a module on hidden states brings one, a language model is given one."""
-    draft, found = pair.draft, pair.draft_profile
-    if hasattr(draft, "drafter"):
-        return draft.drafter(found.layers, pair.vocab_size)
-    return ModelDrafter(draft if found.hidden_reason else last_row(draft), found.layers, pair.draft_vocab_size)
 
 
 def _build(round: Round, plan: Plan, state: tuple) -> tuple[tuple, mx.array]:

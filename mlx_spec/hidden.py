@@ -8,6 +8,7 @@ trunk can be listened to while the model stays as it is: nothing is patched, not
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any, Callable, Sequence
 
 import mlx.core as mx
@@ -60,10 +61,11 @@ def _below(model: nn.Module, then: Callable) -> Any:
     return then(language) if isinstance(language, nn.Module) else None
 
 
-def _with_trunk(model: nn.Module, stand_in: Any) -> View:
+def _with_trunk(model: nn.Module, stand_in: Any, **more: Any) -> View:
+    """more: attributes to replace beside the trunk."""
     if isinstance(getattr(model, "model", None), nn.Module):
-        return View(model, model=stand_in)
-    return View(model, language_model=_below(model, lambda inner: _with_trunk(inner, stand_in)))
+        return View(model, model=stand_in, **more)
+    return View(model, language_model=_below(model, lambda inner: _with_trunk(inner, stand_in, **more)))
 
 
 class Inside:
@@ -99,6 +101,47 @@ def last_row(model: nn.Module) -> Callable:
     tokens needs no more."""
     view = _with_trunk(model, Heard(trunk(model), lambda states: states[:, -1:]))
     return lambda tokens, cache: view(tokens, cache=cache)
+
+
+def embedding(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The token embedding and its name in the trunk."""
+    kinds = (nn.Embedding, nn.QuantizedEmbedding)
+    found = [(name, m) for name, m in trunk(model).children().items() if isinstance(m, kinds)]
+    return max(found, key=lambda x: x[1].weight.shape[0], default=None)
+
+
+def output(model: nn.Module) -> nn.Module | None:
+    """The output weights: a layer of their own, or the embedding."""
+    below = model
+    while below is not None:
+        if isinstance(getattr(below, "lm_head", None), (nn.Linear, nn.QuantizedLinear)):
+            return below.lm_head
+        below = getattr(below, "language_model", None)
+    found = embedding(model)
+    return found and found[1]
+
+
+class Given(View):
+    """A trunk that has run already."""
+
+    def __init__(self, module: nn.Module, states: mx.array, **replaced: Any):
+        super().__init__(module, _states=states, **replaced)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        return self._states
+
+
+def head(model: nn.Module, project: Callable[[mx.array], mx.array]) -> Callable:
+    """The model's own head, with its scales and caps, as a function of (rows, dim) final states;
+    `project` multiplies in place of its output weights."""
+    name, _ = embedding(model)
+    tied = SimpleNamespace(as_linear=project)
+
+    def logits(states: Float[mx.array, "rows dim"]) -> Float[mx.array, "rows vocab"]:
+        given = Given(trunk(model), states[None], **{name: tied})
+        return _with_trunk(model, given, lm_head=project)(mx.zeros((1, states.shape[0]), mx.uint32))[0]
+
+    return logits
 
 
 def why_hidden(model: nn.Module, caches: Callable[[], list]) -> str | None:

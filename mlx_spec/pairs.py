@@ -15,10 +15,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters.saved import about, is_saved, load_saved
 from .names import Entry, catalogue, find, locate, pull
+from .drafters.model import ModelDrafter
 from .errors import PairError, SpecError
 from .folder import apply_adapter, load_folder
 from .gguf import default_dtype, load_gguf
 from .hub import OnProgress
+from .hidden import last_row
 from .probe import Profile, profile
 from .prompts import turn_end
 
@@ -97,6 +99,14 @@ class Pair:
                             "use a draft model")
         self.draft.bind(self.target, target.layers[0].dtype)
         return Profile(self.draft.cache_layers(), target.head_rows)
+
+    def drafter(self) -> Any:
+        """What proposes: a draft on hidden states brings its own, a language model is given one."""
+        draft, found = self.draft, self.draft_profile
+        if hasattr(draft, "drafter"):
+            return draft.drafter(found.layers, self.vocab_size)
+        model = draft if found.hidden_reason else last_row(draft)
+        return ModelDrafter(model, found.layers, self.draft_vocab_size)
 
     def __repr__(self) -> str:
         return f"Pair({self.name or type(self.target).__module__}, draft={'yes' if self.draft is not None else 'no'})"

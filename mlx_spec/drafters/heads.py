@@ -49,6 +49,19 @@ class HeadsArgs(BaseModelArgs):
         return ModelArgs(model_type="llama", **{name: getattr(self, name) for name in names})
 
 
+class Unrolled:
+    """One layer's keys and values of all steps so far; step s stands at the positions after row s."""
+
+    def __init__(self) -> None:
+        self.offset, self.keys, self.values = 0, [], []
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        self.keys.append(keys)
+        self.values.append(values)
+        self.offset += 1
+        return mx.concatenate(self.keys, axis=2), mx.concatenate(self.values, axis=2)
+
+
 class Heads(nn.Module):
     """The trained part. `bind` adds what it shares with the target: embedding and output head."""
 
@@ -93,9 +106,27 @@ class Heads(nn.Module):
             x = layer(x, mask, c)
         return x
 
-    def logits(self, state: Float[mx.array, "*rows dim"]) -> Float[mx.array, "*rows vocab"]:
-        """Of the output ids only."""
+    def logits(self, state: Float[mx.array, "rows dim"], step: int = 0) -> Float[mx.array, "rows vocab"]:
+        """Of the output ids only; every step has the same head."""
         return self.shared.head(self.norm(state))
+
+    def unroll(
+        self, tokens: Integer[mx.array, "batch rows"], states: Sequence[Float[mx.array, "batch rows dim"]], steps: int
+    ) -> list[Float[mx.array, "batch rows dim"]]:
+        """For training: the drafts that start at every row at once, as EAGLE-3 unrolls them.
+
+        Step s of row i has read tokens i .. i + s and predicts token i + s + 1. Like a draft, it
+        sees the target's states up to row i, then its own.
+        """
+        rows = tokens.shape[1]
+        causal, own = mx.tri(rows, rows, dtype=mx.bool_), mx.eye(rows, dtype=mx.bool_)
+        state = self.inward([mx.pad(s, ((0, 0), (1, 0), (0, 0)))[:, :-1] for s in states])
+        caches, found = [Unrolled() for _ in self.layers], []
+        for s in range(steps):
+            mask = mx.concatenate([causal] + [own] * s, axis=1)
+            state = self(mx.roll(tokens, -s, axis=1), state, caches, mask)
+            found.append(state)
+        return found
 
     def cache_layers(self) -> tuple[Layer, ...]:
         a = self.args
@@ -130,7 +161,7 @@ class HeadsDrafter:
         for _ in range(plan.num_draft_tokens):
             if tokens:
                 out = own(tokens[-1][:, None], out)
-            token, law = choose(self.model.shared.spread(self.model.logits(out)[:, -1], self.vocab), tokens)
+            token, law = choose(self.model.shared.spread(self.model.logits(out[:, -1]), self.vocab), tokens)
             tokens.append(token)
             logprobs.append(law)
         known = None if logprobs[0] is None else mx.stack(logprobs, axis=1)

@@ -8,30 +8,27 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import PairError
-from ..hidden import trunk
+from ..hidden import embedding, head, output, trunk
 from ..shapes import Float, Integer
 
 
 class Shared:
     """No module, so that the target's weights are not taken for the drafter's own.
 
-    ids: the output ids, in the order of the drafter's logits.
+    ids: the output ids, in the order of the drafter's logits. embed: token ids to vectors. head and
+    whole: (rows, dim) final states to the target's logits of these ids, and of all.
     """
 
     def __init__(self, target: nn.Module, ids: Integer[mx.array, "reduced"], dim: int, depths: Sequence[int] = ()):
         self.ids = ids
-        self.embed = _embedding(target)
-        head = _output(target) or self.embed
-        self.head = _rows(head, ids)
-        self.reduced = ids.shape[0] < head.weight.shape[0]
-        width = self.embed(mx.array([0])).shape[-1]
-        if width != dim:
-            raise PairError(f"this draft was made for hidden states of width {dim}, the target's are {width} wide: "
-                            "use the target that it was trained for")
-        layers = len(getattr(trunk(target), "layers", ()))
-        if depths and not 0 < min(depths) <= max(depths) <= layers:
-            raise PairError(f"this draft reads the target after layers {', '.join(map(str, depths))}, and it shows "
-                            f"{layers}: use the target that it was trained for")
+        weights, found = output(target), embedding(target)
+        if not weights or not found:
+            raise PairError("the target's embedding and head are not where a draft on hidden states could share them")
+        self.embed, rows = found[1], weights.weight.shape[0]
+        _check(target, self.embed(mx.array([0])).shape[-1], rows, ids, dim, depths)
+        self.reduced = ids.shape[0] < rows
+        self.whole = head(target, getattr(weights, "as_linear", weights))
+        self.head = head(target, _rows(weights, ids)) if self.reduced else self.whole
 
     def spread(self, logits: Float[mx.array, "batch reduced"], vocab: int) -> Float[mx.array, "batch vocab"]:
         """Logits of all ids: the others are impossible."""
@@ -43,34 +40,26 @@ class Shared:
         return mx.put_along_axis(full, places, logits, axis=1)[:, :vocab]
 
 
-def _embedding(target: nn.Module) -> nn.Module:
-    kinds = (nn.Embedding, nn.QuantizedEmbedding)
-    found = [m for m in trunk(target).children().values() if isinstance(m, kinds)]
-    if not found:
-        raise PairError("the target's embedding is not where a draft on hidden states could share it")
-    return max(found, key=lambda m: m.weight.shape[0])
+def _check(target: nn.Module, width: int, rows: int, ids: mx.array, dim: int, depths: Sequence[int]) -> None:
+    """A draft that was made for another target. Raises PairError."""
+    layers, last = len(getattr(trunk(target), "layers", ())), int(mx.max(ids).item())
+    if width != dim:
+        wrong = f"was made for hidden states of width {dim}, the target's are {width} wide"
+    elif depths and not 0 < min(depths) <= max(depths) <= layers:
+        wrong = f"reads the target after layers {', '.join(map(str, depths))}, and it shows {layers}"
+    elif last >= rows:
+        wrong = f"knows token id {last}, the target has {rows} ids"
+    else:
+        return
+    raise PairError(f"this draft {wrong}: use the target that it was trained for")
 
 
-def _rows(head: nn.Module, ids: mx.array) -> Callable:
-    """The target's output head for these ids only, its weights in the form they have."""
-    rows, last = head.weight.shape[0], int(mx.max(ids).item())
-    if last >= rows:
-        raise PairError(f"this draft knows token id {last}, the target has {rows} of them: "
-                        "use the target that it was trained for")
-    if ids.shape[0] == rows:
-        return getattr(head, "as_linear", head)
-    part = {name: head[name][ids] for name in ("weight", "scales", "biases", "bias") if head.get(name) is not None}
+def _rows(weights: nn.Module, ids: mx.array) -> Callable:
+    """A product with these rows of the target's output weights, in the form they have."""
+    part = {n: weights[n][ids] for n in ("weight", "scales", "biases", "bias") if weights.get(n) is not None}
     mx.eval(part)
     bias = part.pop("bias", 0)
     if "scales" not in part:
         return lambda x: x @ part["weight"].T + bias
-    facts = dict(group_size=head.group_size, bits=head.bits, mode=getattr(head, "mode", "affine"))
+    facts = dict(group_size=weights.group_size, bits=weights.bits, mode=getattr(weights, "mode", "affine"))
     return lambda x: mx.quantized_matmul(x, part["weight"], part["scales"], part.get("biases"), **facts) + bias
-
-
-def _output(target: nn.Module) -> nn.Module | None:
-    while target is not None:
-        if isinstance(getattr(target, "lm_head", None), (nn.Linear, nn.QuantizedLinear)):
-            return target.lm_head
-        target = getattr(target, "language_model", None)
-    return None

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..blas import use_one_thread
 from ..errors import SpecError
 from ..hidden import Inside
 
@@ -30,6 +31,7 @@ def cores() -> list[mx.Stream]:
     in a thread of its own and only products would use more than one."""
     if mx.default_device().type == mx.gpu:
         return [mx.default_stream(mx.gpu)]
+    use_one_thread()
     return [mx.new_stream(mx.cpu) for _ in range(os.cpu_count() or 1)]
 
 

@@ -1,0 +1,121 @@
+"""A draft of the target's own type: some of its layers, with its embedding and head.
+
+It starts from the target's weights and is distilled; embedding and head stay as they are, so that
+beside the target they need no memory of their own. mlx-lm loads it like any model.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.utils import quantize_model, save_config
+from mlx_lm.utils import save_model as mlx_lm_save
+
+from ..drafters.shared import Shared
+from ..errors import SpecError
+from ..folder import first_line
+from ..hidden import Inside, embedding, output, trunk
+
+SHARE = 6  # one layer in so many is kept, unless told otherwise
+
+
+class Pruned(nn.Module):
+    """A student that is a language model; every step of its draft is the same."""
+
+    def __init__(self, model: nn.Module, target: nn.Module, ids: mx.array):
+        super().__init__()
+        self.model, self.ids = model, ids
+        self.shared = Shared(target, ids, embedding(target)[1](mx.array([0])).shape[-1])
+        self.freeze(keys="ids", recurse=False)
+        for kept in {id(m): m for m in (embedding(model)[1], output(model))}.values():
+            kept.freeze()
+
+    def unroll(self, tokens: mx.array, states: Sequence[mx.array], steps: int) -> list[mx.array]:
+        """Row i of step s: its own state after token i + s."""
+        final = Inside(self.model).states(tokens)[-1]
+        return [mx.roll(final, -s, axis=1) for s in range(steps)]
+
+    def logits(self, state: mx.array, step: int = 0) -> mx.array:
+        """Through the target's output rows, which are its own too."""
+        return self.shared.head(state)
+
+
+def make_draft(target: nn.Module, ids: mx.array, layers: int | None) -> Pruned:
+    """The target without most of its layers. Raises SpecError where its type can't be cut so."""
+    total = len(getattr(trunk(target), "layers", ()))
+    count = layers or max(1, total // SHARE)
+    if not 0 < count < total:
+        raise SpecError(f"--layers must be 1 to {total - 1}, fewer than the target has; got {count}")
+    chosen = [round(i * (total - 1) / max(count - 1, 1)) for i in range(count)] if count > 1 else [total - 1]
+    try:
+        model = type(target)(_cut(target.args, chosen, total))
+        model.load_weights(_weights(target, chosen), strict=True)
+        mx.eval(model.parameters())
+    except Exception as e:
+        raise SpecError(f"a target of type {getattr(target, 'model_type', '?')} can't be cut to {count} layers "
+                        f"({str(e).splitlines()[0][:80]}); use --kind heads") from e
+    return Pruned(model, target, ids)
+
+
+def _cut(args: Any, chosen: Sequence[int], total: int) -> Any:
+    """The config with the chosen layers only: their number, and every list that has one item a layer."""
+    args = copy.deepcopy(args)
+    inner = getattr(args, "text_config", None)
+    facts = inner if isinstance(inner, dict) else vars(args if inner is None else inner)
+    for name, value in facts.items():
+        if name in ("num_hidden_layers", "num_layers", "n_layers") and value == total:
+            facts[name] = len(chosen)
+        elif isinstance(value, list) and len(value) == total:
+            facts[name] = [value[i] for i in chosen]
+    return args
+
+
+def _weights(target: nn.Module, chosen: Sequence[int]) -> list[tuple[str, mx.array]]:
+    """The target's weights in float32, layers renumbered."""
+    modules = dict(target.named_modules())
+    places, found = {i: new for new, i in enumerate(chosen)}, []
+    for path, weight in tree_flatten(target.parameters()):
+        owner, _, leaf = path.rpartition(".")
+        module = modules[owner]
+        packed = hasattr(module, "scales")
+        if packed and leaf in ("scales", "biases"):
+            continue
+        if packed and leaf == "weight":
+            weight = mx.dequantize(weight, module.scales, module.get("biases"), group_size=module.group_size,
+                                   bits=module.bits, mode=getattr(module, "mode", "affine"))
+        before, mark, after = path.partition("layers.")
+        number, _, rest = after.partition(".")
+        if mark and number.isdigit():
+            if int(number) not in places:
+                continue
+            path = f"{before}layers.{places[int(number)]}.{rest}"
+        found.append((path, weight.astype(mx.float32)))
+    return found
+
+
+def config(model: nn.Module) -> dict[str, Any]:
+    """config.json for mlx-lm."""
+    args = model.args
+    return {k: v for k, v in (asdict(args) if is_dataclass(args) else dict(vars(args))).items() if v is not None}
+
+
+def save_model(folder: Path, model: nn.Module, tokenizer: Any, bits: int, about: dict[str, Any]) -> None:
+    """An mlx-lm model folder. Raises SpecError where it can't be written."""
+    facts = config(model) | {"mlx_spec": about}
+    copy = type(model)(model.args)
+    copy.update(tree_map(lambda w: w.astype(mx.float16) if w.dtype == mx.float32 else w, model.parameters()))
+    if bits < 16:
+        copy, facts = quantize_model(copy, facts, 64, bits)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        mlx_lm_save(folder, copy)
+        save_config(facts, folder / "config.json")
+        tokenizer.save_pretrained(folder)
+    except (OSError, RuntimeError) as e:
+        raise SpecError(f"{folder} can't be written ({first_line(e)}): make room, or choose another folder") from e

@@ -1,0 +1,213 @@
+"""`mlx_spec train` from end to end: text, the target's states, the loop, the finished draft.
+
+    OUT/                 the draft: config.json and weights, what `load(target, draft=OUT)` wants
+    OUT/work/            text, hidden states, checkpoint: to go on with --resume; may be deleted
+
+Every stage finds what an earlier run of it left behind. Knows nothing of terminals.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, Callable, Iterator, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import SpecError
+from ..costs import Costs, best, draft_step, target_rows
+from ..drafters.saved import save
+from ..hidden import embedding, output
+from ..pairs import Pair, load
+from . import text
+from .batches import split
+from .loop import Progress, Schedule, Trainer
+from .loss import Score
+from .pruned import save_model
+from .states import Example, States, collect, digest, make_card
+from .students import KINDS, frequent_ids, make, read_depths, scale_norm
+
+JUDGED = 400  # held-out texts of the final report, at most
+TIMED_ROWS = 8
+BITS = (16, 8, 4)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train. tokens: answer tokens to learn from. layers: of a draft or heads; steps of an
+    mlp. vocab: output ids. depths: layers after which heads read the target; None: low, middle, high.
+    max_length: tokens of a text at most."""
+
+    target: str
+    kind: str
+    out: Path
+    tokens: int = 2_000_000
+    data: Path | None = None
+    layers: int | None = None
+    vocab: int = 8192
+    depths: tuple[int, ...] | None = None
+    bits: int = 8
+    max_length: int = 512
+    resume: bool = False
+    schedule: Schedule = field(default_factory=Schedule)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, one line."""
+        for wrong, said in (
+            (self.kind not in KINDS, f"kind must be one of {', '.join(KINDS)}; got {self.kind!r}"),
+            (self.tokens < 1000, f"tokens must be 1000 or more; got {self.tokens}"),
+            (self.vocab < 2, f"vocab must be 2 or more; got {self.vocab}"),
+            (self.layers is not None and self.layers < 1, f"layers must be 1 or more; got {self.layers}"),
+            (self.bits not in BITS, f"bits must be 16, 8 or 4; got {self.bits}"),
+            (self.max_length < 16, f"max_length must be 16 or more; got {self.max_length}"),
+        ):
+            if wrong:
+                raise ValueError(said)
+
+    @property
+    def work(self) -> Path:
+        return self.out / "work"
+
+
+class Report(NamedTuple):
+    """score: on held-out text. costs: of this machine. k, speedup: predicted from both, greedy."""
+
+    score: Score
+    costs: Costs
+    k: int
+    speedup: float
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "acceptance_by_step": self.score.acceptance.round(4).tolist(),
+            "overlap_by_step": self.score.sampled.round(4).tolist(),
+            "judged_rows": int(self.score.rows[0]),
+            "c": round(self.costs.c, 4), "v": [round(self.costs.v(m + 1), 3) for m in range(len(self.costs.rows_s))],
+            "best_k": self.k, "predicted_speedup": round(self.speedup, 3), "training_s": round(self.seconds, 1),
+        }
+
+
+class Stage(NamedTuple):
+    """name: text, states or train; done of total, in its own unit; progress: the loop's, in train."""
+
+    name: str
+    done: int
+    total: int
+    progress: Progress | None = None
+
+
+def train(recipe: Recipe, tell: Callable[[Stage], None] = lambda stage: None) -> Report:
+    """Train a draft and save it in recipe.out. Raises SpecError, one line; KeyboardInterrupt leaves
+    a checkpoint to resume from."""
+    started = time.perf_counter()
+    pair = load(recipe.target, draft=False)
+    _check(pair, recipe)
+    store = _states(pair, recipe, tell)
+    student = _student(pair, recipe, store)
+    trainer = Trainer(student, store, _schedule(recipe, student), recipe.work, resume=recipe.resume)
+    trainer.run(lambda p: tell(Stage("train", p.step, p.steps, p)))
+    report = _report(pair, student, trainer, time.perf_counter() - started)
+    about = {"target": recipe.target, "kind": recipe.kind, "texts": len(store), "tokens": store.size,
+             "schedule": asdict(trainer.schedule)} | report.to_dict()
+    if recipe.kind == "draft":
+        save_model(recipe.out, student.model, pair.tokenizer, recipe.bits, about)
+    else:
+        save(recipe.out, student, recipe.bits, about)
+    return report
+
+
+def _check(pair: Pair, recipe: Recipe) -> None:
+    profile = pair.target_profile
+    reason = profile.reason or profile.hidden_reason
+    if reason is None and (output(pair.target) is None or embedding(pair.target) is None):
+        reason = "its embedding and head are not where a draft could share them"
+    if reason:
+        raise SpecError(f"no draft can be trained for this target: {reason}; choose another target")
+    if recipe.vocab > pair.vocab_size:
+        raise SpecError(f"--vocab is at most {pair.vocab_size} for this target; got {recipe.vocab}")
+
+
+# text and states
+
+
+def _states(pair: Pair, recipe: Recipe, tell: Callable[[Stage], None]) -> States:
+    depths = read_depths(recipe.kind, pair.target, recipe.depths)
+    dim = embedding(pair.target)[1](mx.array([0])).shape[-1]
+    source = _text(pair, recipe, tell)
+    made_from = f"{digest(source) if source.is_file() else source.resolve()}, {recipe.tokens}, {recipe.max_length}"
+    store = States(recipe.work / "states", make_card(recipe.target, depths, dim, made_from))
+    texts = _limited(_with_answers(pair, recipe, source, tell), recipe.tokens)
+    collect(store, pair.target, depths, texts, lambda done: tell(Stage("states", done, 0)))
+    if len(store) < 2:
+        raise SpecError("there is too little text to learn from: two texts are the least; raise --tokens or add --data")
+    return store
+
+
+def _text(pair: Pair, recipe: Recipe, tell: Callable[[Stage], None]) -> Path:
+    """Where the text is: what was given, or what the target writes now."""
+    if recipe.data is not None:
+        return recipe.data
+    return text.write(pair, recipe.work, recipe.tokens, recipe.schedule.seed,
+                      on_progress=lambda done: tell(Stage("text", done, recipe.tokens)))
+
+
+def _with_answers(pair: Pair, recipe: Recipe, source: Path, tell: Callable[[Stage], None]) -> Iterator[Example]:
+    """Texts as they are; the prompts among them are answered by the target first."""
+    read = lambda: text.read(source, pair.tokenizer, recipe.max_length, pair.vocab_size)  # noqa: E731
+    whole = (t for t in read() if t.answer)
+    asked = (t.prompt for t in read() if not t.answer)
+    first = next(asked, None)
+    if first is None:
+        return whole
+    written = text.write(pair, recipe.work, recipe.tokens, recipe.schedule.seed, chain([first], asked),
+                         lambda done: tell(Stage("text", done, recipe.tokens)))
+    return chain(whole, text.read(written, pair.tokenizer, recipe.max_length, pair.vocab_size))
+
+
+def _limited(texts: Iterator[Example], tokens: int) -> Iterator[Example]:
+    for example in texts:
+        if tokens <= 0:
+            return
+        tokens -= len(example.answer)
+        yield example
+
+
+# the student
+
+
+def _student(pair: Pair, recipe: Recipe, store: States) -> Any:
+    tokens, states = store.open()
+    rows, _ = split(store.rows, recipe.schedule.held_out)
+    ids = frequent_ids(tokens, rows, recipe.vocab, pair.vocab_size)
+    depths = read_depths(recipe.kind, pair.target, recipe.depths)
+    student = make(recipe.kind, pair.target, states.shape[-1], ids, layers=recipe.layers, depths=depths,
+                   seed=recipe.schedule.seed)
+    scale_norm(student, states)
+    return student
+
+
+def _schedule(recipe: Recipe, student: Any) -> Schedule:
+    """Unrolled as far as the kind can be: a language model's steps are all the same."""
+    facts = asdict(recipe.schedule)
+    if recipe.kind == "draft":
+        facts["unroll"] = 1
+    elif recipe.kind == "mlp":
+        facts["unroll"], facts["decay"] = student.largest, 1.0
+    return Schedule(**facts)
+
+
+# the report
+
+
+def _report(pair: Pair, student: Any, trainer: Trainer, seconds: float) -> Report:
+    steps = getattr(student, "largest", TIMED_ROWS - 1)
+    found = trainer.judge(min(steps, TIMED_ROWS - 1), JUDGED)
+    with_draft = Pair(pair.target, getattr(student, "model", student), pair.tokenizer)
+    costs = Costs(tuple(target_rows(pair, m + 1) for m in range(TIMED_ROWS)), draft_step(with_draft))
+    k, gain = best(costs, found.acceptance)
+    return Report(found, costs, k, gain, seconds)

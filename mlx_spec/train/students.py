@@ -1,0 +1,87 @@
+"""New drafts of the three kinds, sized after their target.
+
+A student is what `loss.py` trains: `unroll`, `logits`, `ids`, `shared`, and the weights to learn.
+Knows nothing of text, disks or loops.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..drafters.heads import Heads, HeadsArgs
+from ..drafters.mlp import Mlp, MlpArgs
+from ..errors import SpecError
+from ..hidden import trunk
+
+KINDS = ("draft", "heads", "mlp")
+MLP_STEPS = 4
+
+
+def make(kind: str, target: nn.Module, dim: int, ids: mx.array, *, layers: int | None = None,
+         depths: Sequence[int] | None = None, seed: int = 0) -> Any:
+    """A new student, bound to its target. Raises SpecError and PairError."""
+    mx.random.seed(seed)  # nn.Module draws first weights from the global state
+    if kind == "draft":
+        from .pruned import make_draft
+
+        return make_draft(target, ids, layers)
+    student = _heads(target, dim, ids, layers or 1, depths) if kind == "heads" else _mlp(dim, ids, layers or MLP_STEPS)
+    student.ids = ids
+    student.bind(target, mx.float32)
+    return student
+
+
+def read_depths(kind: str, target: nn.Module, depths: Sequence[int] | None) -> tuple[int, ...]:
+    """After which layers the target is read: low, middle and high, as in EAGLE-3, for heads."""
+    if kind != "heads":
+        return ()
+    layers = len(getattr(trunk(target), "layers", ()))
+    if depths is None:
+        depths = sorted({2, layers // 2, layers - 3}) if layers >= 8 else ()
+    if depths and not 1 <= min(depths) <= max(depths) <= layers:
+        raise SpecError(f"--depths must lie between 1 and {layers} for this target; got {', '.join(map(str, depths))}")
+    return tuple(sorted(set(depths)))
+
+
+def _heads(target: nn.Module, dim: int, ids: mx.array, layers: int, depths: Sequence[int] | None) -> Heads:
+    facts = _facts(target)
+    head_dim = 64 if dim % 64 == 0 else dim // max(facts.get("num_attention_heads") or 1, 1)
+    heads = dim // head_dim
+    return Heads(HeadsArgs(
+        dim, ids.shape[0], list(depths or ()), layers, facts.get("intermediate_size") or 4 * dim, heads,
+        next(n for n in range(max(heads // 3, 1), heads + 1) if heads % n == 0), head_dim,
+        facts.get("rope_theta") or 10000.0))
+
+
+def _facts(target: nn.Module) -> dict[str, Any]:
+    """The target's sizes as its config names them, for text inside a larger model too."""
+    args = getattr(target, "args", None)
+    inner = getattr(args, "text_config", None)
+    found = vars(args) if hasattr(args, "__dict__") else {}
+    return inner if isinstance(inner, dict) else vars(inner) if inner is not None else found
+
+
+def _mlp(dim: int, ids: mx.array, steps: int) -> Mlp:
+    return Mlp(MlpArgs(emb_dim=dim, inner_dim=dim, n_predict=steps, vocab_size=ids.shape[0], tie_weights=True,
+                       scale_input=True, reduced=True))
+
+
+def frequent_ids(tokens: np.ndarray, rows: np.ndarray, count: int, total: int) -> mx.array:
+    """The ids that occur most in the answers, filled up with the lowest others, in order."""
+    seen = np.zeros(total, np.int64)
+    for start, prompt, length, _ in rows:
+        seen += np.bincount(tokens[start + prompt : start + length], minlength=total)[:total]
+    order = np.argsort(-seen, kind="stable")[: min(count, total)]
+    return mx.array(np.sort(order).astype(np.int32))
+
+
+def scale_norm(student: Any, states: np.ndarray) -> None:
+    """Let a head's last norm begin at the size of the target's final states, which its output
+    weights expect."""
+    if hasattr(student, "norm"):
+        size = np.sqrt(np.square(states[:4096, -1].astype(np.float32)).mean(axis=0))
+        student.norm.weight = mx.array(size)
