@@ -1,4 +1,4 @@
-"""The command line: `generate`, `pairs`, `pull`.
+"""The command line: `generate`, `pairs`, `pull`, `train`.
 
 Knows how to talk to a terminal; what is said comes from the library. What is heavy is imported
 inside the command that needs it, so that `--help` answers at once.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
 from . import __version__
 from .errors import PairError, SpecError
+from .train import command as train
 from .types import KV_BITS, KV_GROUP_SIZES, MAX_DRAFT_TOKENS, VERIFY_RULES, Options, Result
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class _Help(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
-        return f"{', '.join(action.option_strings)} {action.metavar or '{' + ','.join(action.choices) + '}'}"
+        return f"{', '.join(action.option_strings)} {action.metavar or '{' + ','.join(map(str, action.choices)) + '}'}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -271,6 +272,10 @@ def _parser() -> argparse.ArgumentParser:
          "List the pairs that have a name: what is downloaded, the memory a chat needs, whether it is on this machine."),
         ("pull", _pull, _pull_arguments, "download a pair", "NAME",
          "Download a pair by its name, or one hub repository. The size is said first; where it is comes to stdout."),
+        ("train", train.run, train.fill, "make a draft for a target",
+         "--target MODEL --kind {draft,heads,mlp} --out DIR [options]",
+         "Train a draft for a target, on text that the target writes itself or on --data, and report what it will "
+         "gain. Ctrl-C keeps a checkpoint; models/README.md says how long it takes and how much memory it needs."),
     ):
         command = commands.add_parser(
             name, usage=f"mlx_spec {name} [-h] {usage}", description=about, help=help, **layout)

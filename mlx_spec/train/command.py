@@ -1,0 +1,109 @@
+"""`mlx_spec train` on a terminal: its flags, its progress, its report. Imports no MLX until it runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def run(args: argparse.Namespace) -> int:
+    from .loop import Schedule
+    from .run import Recipe, train
+
+    names = ("epochs", "batch_tokens", "learning_rate", "unroll", "every", "seed")
+    schedule = Schedule(**{name: getattr(args, name) for name in names})
+    recipe = Recipe(args.target, args.kind, Path(args.out), args.tokens, args.data and Path(args.data), args.layers,
+                    args.vocab, args.depths and tuple(args.depths), args.bits, args.max_length, args.resume, schedule)
+    try:
+        report = train(recipe, _Bar().tell)
+    except KeyboardInterrupt:
+        print(f"\nmlx_spec: stopped; what there is lies in {recipe.work}, go on with --resume", file=sys.stderr)
+        return 130
+    print(file=sys.stderr)
+    print(json.dumps(report.to_dict(), indent=1) if args.json else _trained(report, recipe.out), flush=True)
+    return 0
+
+
+class _Bar:
+    """One line on a terminal, a line every so often elsewhere."""
+
+    def __init__(self) -> None:
+        self.live, self.said, self.stage = sys.stderr.isatty(), 0.0, ""
+
+    def tell(self, stage: Any) -> None:
+        now = time.monotonic()
+        if stage.name == self.stage and now - self.said < (0.2 if self.live else 30) and stage.done != stage.total:
+            return
+        end = "\n" if self.stage and stage.name != self.stage and self.live else ""
+        self.said, self.stage = now, stage.name
+        print(end + ("\r" if self.live else ""), _stage(stage), end="\x1b[K" if self.live else "\n", sep="",
+              file=sys.stderr, flush=True)
+
+
+def _stage(stage: Any) -> str:
+    p = stage.progress
+    if p is None:
+        of = f" of {stage.total}" if stage.total else ""
+        what = {"text": "the target writes: {}{} tokens", "states": "hidden states: {}{} tokens"}[stage.name]
+        return what.format(stage.done, of)
+    filled = round(24 * p.step / p.steps)
+    judged = "" if p.score is None else f", first draft kept {p.score.acceptance[0]:.1%}"
+    return (f"training [{'#' * filled}{'.' * (24 - filled)}] step {p.step} of {p.steps}, loss {p.loss:.3f}{judged}, "
+            f"{p.tokens_per_s:.0f} tokens/s, {p.left_s / 60:.0f} min left")
+
+
+def _trained(report: Any, out: Any) -> str:
+    percent = lambda values: " ".join(f"{v:.1%}" for v in values)  # noqa: E731
+    score, costs = report.score, report.costs
+    gain = f"{report.speedup:.2f} times plain with {report.k} draft tokens" if report.k else "none: plain decoding is faster"
+    return "\n".join(f"{name + ':':<12} {value}" for name, value in (
+        ("acceptance", f"{percent(score.acceptance)} (greedy, by step, those before it kept; {score.rows[0]:.0f} held-out rows)"),
+        ("overlap", f"{percent(score.sampled)} (sum of min(p, q): temperature 1)"),
+        ("costs", f"c = {costs.c:.3f}, a draft step in target steps; v(2..{len(costs.rows_s)}) = "
+                  f"{' '.join(f'{costs.v(m):.2f}' for m in range(2, len(costs.rows_s) + 1))}, on this machine"),
+        ("predicted", f"{gain}, greedy"),
+        ("draft", f"{out}; use it with --draft-model {out}"),
+    ))
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what")
+    group.add_argument("--target", metavar="MODEL", required=True, help="owner/name on the hub, a folder, a .gguf file, a pair's name")
+    group.add_argument("--kind", choices=("draft", "heads", "mlp"), required=True,
+                       help="draft: some of the target's layers; heads: a layer on its hidden states, as in EAGLE; "
+                            "mlp: a multi-head speculator")
+    group.add_argument("--out", metavar="DIR", required=True, help="where the draft goes; DIR/work holds text, states, checkpoint")
+    group.add_argument("--layers", type=int, metavar="N",
+                       help="of a draft (default: a sixth of the target's) or heads (default: 1); of an mlp, its steps (default: 4)")
+    group.add_argument("--vocab", type=int, default=8192, metavar="N",
+                       help="output ids, the most frequent ones; fewer make a step cheaper (default: %(default)s)")
+    group.add_argument("--depths", type=int, nargs="*", metavar="N",
+                       help="with heads: layers after which the target is read, beside its end (default: low, middle, high)")
+    group.add_argument("--bits", type=int, choices=(16, 8, 4), default=8, help="of the saved weights (default: %(default)s)")
+    group = parser.add_argument_group("text")
+    group.add_argument("--tokens", type=_count, default="2M", metavar="N", help="answer tokens, as 500000, 500K or 2M (default: 2M)")
+    group.add_argument("--data", metavar="PATH", help="a .jsonl file or a folder of .jsonl, .txt, .md: prompts, conversations, "
+                                                      "documents (default: the target makes up user turns)")
+    group.add_argument("--max-length", type=int, default=512, metavar="N", help="tokens of a text at most (default: %(default)s)")
+    group = parser.add_argument_group("training")
+    group.add_argument("--epochs", type=float, default=3.0, metavar="X", help="times over the text (default: %(default)s)")
+    group.add_argument("--batch-tokens", type=int, default=4096, metavar="N", help="tokens of a step (default: %(default)s)")
+    group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its highest (default: %(default)s)")
+    group.add_argument("--unroll", type=int, default=3, metavar="N", help="with heads: draft tokens trained for (default: %(default)s)")
+    group.add_argument("--every", type=int, default=100, metavar="N", help="steps between checkpoints (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, text and order (default: %(default)s)")
+    group.add_argument("--resume", action="store_true", help="go on from the checkpoint in DIR/work")
+    group.add_argument("--json", action="store_true", help="the report as one JSON record on stdout")
+
+
+def _count(text: str) -> int:
+    """500000, 500K, 2M."""
+    unit = {"K": 1_000, "M": 1_000_000}.get(text[-1:].upper(), 1)
+    try:
+        return round(float(text[:-1] if unit > 1 else text) * unit)
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 500K or 2M") from None
