@@ -26,6 +26,9 @@ _LIBRARIES = ("openblas", "mkl_rt")
 # Five rows cost the reference BLAS five times one row; a fast one, which waits for memory, about twice.
 _REFERENCE_RATIO = 3.2
 
+# glibc's mallopt: M_MMAP_MAX, M_TRIM_THRESHOLD, M_ARENA_MAX
+_KEEP_MEMORY = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
+
 _path: str | None = None
 
 
@@ -51,12 +54,16 @@ def use_fast_blas() -> str | None:
     return _path
 
 
-def use_one_thread() -> None:
-    """Products on the thread that asks for them: where several streams work side by side."""
+def work_side_by_side() -> None:
+    """For long work on several streams at once: products on the thread that asks for them, and
+    freed memory kept, because giving large buffers back and faulting them in again costs a fifth."""
     library = ctypes.CDLL(_path) if _path else None
     for name in ("openblas_set_num_threads", "MKL_Set_Num_Threads"):
         if library is not None and hasattr(library, name):
             getattr(library, name)(1)
+    if sys.platform.startswith("linux"):
+        for option, value in _KEEP_MEMORY:
+            getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)(option, value)
 
 
 def _candidates() -> list[str]:

@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..blas import use_one_thread
+from ..blas import work_side_by_side
 from ..errors import SpecError
 from ..hidden import Inside
 
@@ -31,7 +31,7 @@ def cores() -> list[mx.Stream]:
     in a thread of its own and only products would use more than one."""
     if mx.default_device().type == mx.gpu:
         return [mx.default_stream(mx.gpu)]
-    use_one_thread()
+    work_side_by_side()
     return [mx.new_stream(mx.cpu) for _ in range(os.cpu_count() or 1)]
 
 
