@@ -1,4 +1,4 @@
-"""What benchmarks/engine.py runs and times: the engine, mlx-lm, and bare calls of the models.
+"""What the benchmarks run and time: the engine, mlx-lm, and bare calls of the models.
 
 Decoding only: from the end of the prefill to the last token, on both sides.
 """
@@ -6,8 +6,11 @@ Decoding only: from the end of the prefill to the last token, on both sides.
 from __future__ import annotations
 
 import time
+from collections import Counter
+from contextlib import contextmanager
 from itertools import takewhile
-from typing import Any, Iterator, NamedTuple, Sequence
+from pathlib import Path
+from typing import Any, Iterator, Mapping, NamedTuple, Sequence
 
 import mlx_spec  # before mlx.core: it puts a fast BLAS in place
 
@@ -16,15 +19,22 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
+from measure import note
+from mlx_spec import engine
 from mlx_spec.engine import Decoder, Memory
 from mlx_spec.prefill import prefill
+from mlx_spec.prompts import encode
 from mlx_spec.types import Options
+from prompts import PROMPTS
 
 # Of the noisy copy, relative to each matrix's standard deviation. Greedy acceptance on the ten
 # prompts in float32, 56 tokens each: .74 at k = 2, .60 at k = 4.
 NOISE = 0.06
 NOISE_SEED = 7
 STEPS, IDLE_STEPS = 8, 2  # of a chain: timed, and run before
+WARM_TOKENS, WARM_TOKENS_THEIRS = 32, 12
+WARM_LENGTHS = (60, 236)  # both lengths of attention that the prompts' replies reach
+NEVER = 1 << 30
 
 
 class Setting(NamedTuple):
@@ -68,15 +78,70 @@ def _noisy(weight: mx.array, key: mx.array) -> mx.array:
     return (wide + scale * mx.random.normal(weight.shape, key=key)).astype(weight.dtype)
 
 
-def ours(pair: Any, ids: list[int], setting: Setting, tokens: int, seed: int, run_ahead: bool | None = None) -> dict[str, Any]:
+def chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
+    return [encode(tokenizer, [{"role": "user", "content": text}])[0] for _, text in PROMPTS[:count]]
+
+
+def long_text(tokenizer: Any, length: int) -> list[int]:
+    """Real text: the prompts, then the package's own source."""
+    texts = [text for _, text in PROMPTS]
+    texts += [path.read_text() for path in sorted(Path(mlx_spec.__file__).parent.glob("*.py"))]
+    return tokenizer.encode("\n\n".join(texts)[: 6 * length])[:length]
+
+
+@contextmanager
+def compile_after(uses: int) -> Iterator[None]:
+    """Compile a shape at its so many-th use, and forget none: there are more arms than a pair remembers."""
+    kept = engine.COMPILE_AFTER, engine.KEEP_COMPILED
+    engine.COMPILE_AFTER, engine.KEEP_COMPILED = uses, NEVER
+    try:
+        yield
+    finally:
+        engine.COMPILE_AFTER, engine.KEEP_COMPILED = kept
+
+
+def warm_up(pairs: Mapping[str, Any], settings: Sequence[Setting], text: list[int],
+            tokens: int = WARM_TOKENS) -> None:
+    """Every arm once."""
+    note("warming up")
+    with compile_after(1):
+        for setting in settings:
+            pair = pairs[setting.draft]
+            for length in WARM_LENGTHS:
+                ours(pair, text[:length], setting, tokens, 0)
+            if is_model(pair.draft):
+                theirs(pair, text[: WARM_LENGTHS[-1]], setting, WARM_TOKENS_THEIRS, 0)
+    plain_theirs(pair.target, text[: WARM_LENGTHS[-1]], WARM_TOKENS_THEIRS)
+
+
+def is_model(draft: Any) -> bool:
+    """Whether mlx-lm can speculate with it: not where it reads the target's hidden states."""
+    return not hasattr(draft, "bind")
+
+
+def ours(pair: Any, ids: list[int], setting: Setting, tokens: int, seed: int,
+         run_ahead: bool | None = None) -> dict[str, Any]:
     options = Options(max_tokens=tokens, temperature=setting.temperature, seed=seed, num_draft_tokens=setting.k)
     decoder = Decoder(pair, ids, options, run_ahead=run_ahead)
     reply = [token for chunk in decoder.chunks() for token in chunk.tokens]
     stats = decoder.stats
     # A last round that was cut counts only the drafts inside the reply; its work was k.
     cut = len(list(takewhile(lambda t: t.origin == "accepted", reversed(reply))))
-    return {"ids": [t.id for t in reply], "seconds": stats.generation_s, "rounds": stats.rounds, "drafted": stats.drafted,
-            "accepted": stats.accepted, "drafts_run": stats.drafted + (setting.k - cut if cut else 0)}
+    return {"ids": [t.id for t in reply], "seconds": stats.generation_s, "rounds": stats.rounds,
+            "drafted": stats.drafted, "accepted": stats.accepted,
+            "drafts_run": stats.drafted + (setting.k - cut if cut else 0),
+            "drafted_by_position": stats.drafted_by_position} | by_position([t.origin for t in reply])
+
+
+def by_position(origins: Sequence[str]) -> dict[str, list[int]]:
+    """By place in the round: drafts whose predecessors were all kept, and those of them that were kept."""
+    judged, kept, place = Counter(), Counter(), 0
+    for origin in origins:
+        if origin in ("accepted", "correction"):
+            judged[place] += 1
+            kept[place] += origin == "accepted"
+        place = place + 1 if origin == "accepted" else 0
+    return {name: [counts[i] for i in range(len(judged))] for name, counts in (("judged", judged), ("kept", kept))}
 
 
 def theirs(pair: Any, ids: list[int], setting: Setting, tokens: int, seed: int) -> dict[str, Any]:
@@ -92,10 +157,13 @@ def theirs(pair: Any, ids: list[int], setting: Setting, tokens: int, seed: int) 
     return run | {"rounds": rounds, "accepted": accepted, "drafted": rounds * setting.k}
 
 
-def plain_theirs(model: Any, ids: list[int], tokens: int, caches: list | None = None) -> dict[str, Any]:
-    """mlx-lm's plain greedy decoding."""
+def plain_theirs(model: Any, ids: list[int], tokens: int, caches: list | None = None, *, temperature: float = 0,
+                 seed: int = 0) -> dict[str, Any]:
+    """mlx-lm's plain decoding."""
     caches = caches or filled(model, ids[:-1])
-    run = _drive(generate_step(mx.array(ids[-1:]), model, max_tokens=tokens, prompt_cache=caches), caches)
+    mx.random.seed(seed)
+    run = _drive(generate_step(mx.array(ids[-1:]), model, max_tokens=tokens, sampler=make_sampler(temp=temperature),
+                               prompt_cache=caches), caches)
     return {"ids": run["ids"], "seconds": run["seconds"]}
 
 

@@ -11,54 +11,28 @@ import argparse
 import json
 import os
 import time
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any
 
-import mlx_spec  # before mlx.core: it puts a fast BLAS in place
+import mlx_spec  # noqa: F401  before mlx.core: it puts a fast BLAS in place
 
-import mlx.core as mx
-from arms import (NOISE, Models, Setting, costs, filled, ideal_seconds, load, ours, part, plain_ours, plain_theirs,
-                  theirs)
-from measure import Probe, interval, machine, median, note, rotated, show, table
-from mlx_spec import engine
+from arms import (NEVER, NOISE, Models, Setting, chat_prompts, compile_after, costs, filled, ideal_seconds, load,
+                  long_text, ours, part, plain_ours, plain_theirs, theirs, warm_up)
+from identity import Reply, difference, report_identity
+from measure import (Probe, each_prompt, interval, machine, median, note, parser, reached, report_machine, rotated,
+                     show, table)
 from mlx_spec.blas import blas_in_use
 from mlx_spec.engine import Decoder
-from mlx_spec.prompts import encode
 from mlx_spec.types import Options
-from prompts import PROMPTS
 
-TIE = {"float32": 1e-3, "bfloat16": 0.5}  # gaps between the two best logits that rounding can flip
 IDEAL_TARGET = {0.0: 0.95, 0.8: 0.90}
 PLAIN_TARGET = 0.98
 BUILD_ROUNDS = 5
-WARM_TOKENS = 32
-NEVER = 1 << 30
 
 
-@contextmanager
-def compile_after(uses: int) -> Iterator[None]:
-    kept, engine.COMPILE_AFTER = engine.COMPILE_AFTER, uses
-    try:
-        yield
-    finally:
-        engine.COMPILE_AFTER = kept
-
-
-def compare(models: Models, settings: list[Setting], prompts: list[list[int]], tokens: int, probe: Probe) -> list[dict]:
-    records, started = [], time.perf_counter()
-    for turn, ids in enumerate(prompts):
-        probe.read()
-        records.append(one_prompt(models, settings, ids, tokens, turn))
-        done = time.perf_counter() - started
-        note(f"prompt {turn + 1} of {len(prompts)}; {done / 60:.1f} min, about "
-             f"{done / (turn + 1) * (len(prompts) - turn - 1) / 60:.0f} to go")
-    return records
-
-
-def one_prompt(models: Models, settings: list[Setting], ids: list[int], tokens: int, turn: int) -> dict[str, Any]:
+def one_prompt(models: Models, settings: list[Setting], tokens: int, ids: list[int], turn: int) -> dict[str, Any]:
     target = models.pairs["none"].target
     plain = plain_theirs(target, ids, tokens)
     context = ids + plain["ids"][: tokens // 2]
@@ -89,29 +63,6 @@ def run_ahead_gain(models: Models, settings: list[Setting], prompts: list[list[i
             ratios[str(setting)].append(run[False] / run[True])
         note(f"run-ahead: prompt {turn + 1} of {len(prompts)}")
     return {name: interval(values) for name, values in ratios.items()}
-
-
-def difference(model: Any, ids: list[int], wanted: list[int], got: list[int]) -> dict[str, float] | None:
-    """Where two greedy replies part, and how far apart the two best logits are there."""
-    if wanted == got:
-        return None
-    at = next(i for i, (a, b) in enumerate(zip(wanted, got)) if a != b)
-    prefix = ids + wanted[:at]
-    logits = model(mx.array([prefix[-1:]]), cache=filled(model, prefix[:-1]))[0, -1].astype(mx.float32)
-    low, high = mx.sort(mx.topk(logits, 2)).tolist()
-    return {"at": at, "gap": high - low}
-
-
-def warm_up(models: Models, settings: list[Setting], text: list[int]) -> None:
-    """Every arm once over both lengths of attention that the prompts' replies reach."""
-    note("warming up")
-    with compile_after(1):
-        for setting in settings:
-            pair = models.pairs[setting.draft]
-            for length in (60, 236):
-                ours(pair, text[:length], setting, WARM_TOKENS, 0)
-            theirs(pair, text[:236], setting, 12, 0)
-    plain_theirs(pair.target, text[:236], 12)
 
 
 def plain_at(pair: Any, starts: list[list[int]], tokens: int, probe: Probe) -> list[dict]:
@@ -215,13 +166,13 @@ def _per_round(runs: list[dict], name: str) -> float:
 
 def reached_ideal(setting: Setting, ratio: dict[str, float]) -> str:
     target = IDEAL_TARGET[setting.temperature]
-    return f"{'yes' if ratio['median'] >= target else 'NO'} (>= {target:.2f})"
+    return reached(ratio["median"] >= target, f">= {target:.2f}")
 
 
 def reached_peer(setting: Setting, ratio: dict[str, float]) -> str:
     if setting.temperature == 0:
-        return f"{'yes' if ratio['high'] >= 1 else 'NO'} (upper end >= 1.0)"
-    return "" if setting.draft == "self" else f"{'yes' if ratio['median'] > 1.1 else 'NO'} (> 1.1)"
+        return reached(ratio["high"] >= 1, "upper end >= 1.0")
+    return "" if setting.draft == "self" else reached(ratio["median"] > 1.1, "> 1.1")
 
 
 def report_plain(lengths: dict[int, list[dict]]) -> dict[str, Any]:
@@ -229,7 +180,7 @@ def report_plain(lengths: dict[int, list[dict]]) -> dict[str, Any]:
     for length, records in lengths.items():
         ratio = figures[str(length)] = interval([r["theirs"]["seconds"] / r["ours"]["seconds"] for r in records])
         speeds = [len(records[0][n]["ids"]) / median([r[n]["seconds"] for r in records]) for n in ("ours", "theirs")]
-        rows.append([length, show(ratio), f"{'yes' if ratio['median'] >= PLAIN_TARGET else 'NO'} (>= {PLAIN_TARGET})",
+        rows.append([length, show(ratio), reached(ratio["median"] >= PLAIN_TARGET, f">= {PLAIN_TARGET}"),
                      *(f"{s:.2f}" for s in speeds)])
     print("plain decoding: num_draft_tokens=0 / mlx-lm's generate_step")
     table(["context", "ours/mlx-lm", "target", "tok/s", "mlx-lm"], rows)
@@ -243,57 +194,24 @@ def report_build(build: dict[str, dict[str, float]]) -> None:
           [[name, *(f"{ms:.1f}" for ms in times.values())] for name, times in build.items()])
 
 
-def report_identity(records: list[dict], lengths: dict[int, list[dict]], dtype: str) -> None:
-    """Greedy replies against mlx-lm's plain decoding."""
-    greedy = [(name, r["prompt"], arm, run[arm]["difference"]) for r in records for name, run in r["runs"].items()
-              for arm in ("ours", "theirs") if "difference" in run[arm]]
-    greedy += [(f"plain at {n}", i, "ours", r["difference"]) for n, rs in lengths.items() for i, r in enumerate(rs)]
-    for arm, title in (("ours", "ours"), ("theirs", "mlx-lm speculative")):
-        mine = [g for g in greedy if g[2] == arm]
-        if not mine:
-            continue
-        print(f"greedy, {title}: {sum(g[3] is None for g in mine)} of {len(mine)} replies equal mlx-lm's plain decoding")
-        for name, prompt, _, found in mine:
-            if found is not None:
-                kind = "tie" if found["gap"] <= TIE[dtype] else "BUG" if arm == "ours" else "other"
-                print(f"  {kind}: {name}, prompt {prompt}, token {found['at']}: the two best logits differ by {found['gap']:.2g}")
-    print()
-
-
-def report_machine(card: dict[str, Any], probe: Probe | None = None) -> None:
-    if probe is None:
-        print("; ".join(f"{name}: {value}" for name, value in card.items()), end="\n\n")
-        return
-    readings, moved = probe.readings, probe.moved()
-    print(f"probe: {median([r['ms'] for r in readings]):.1f} ms over {len(readings)} readings, load {readings[0]['load']:.1f} to "
-          f"{max(r['load'] for r in readings):.1f}")
-    if moved:
-        print(f"FLAGGED: the probe moved by more than 10 % before readings {', '.join(map(str, moved))}: measure again, idle")
+def replies(records: list[dict], lengths: dict[int, list[dict]]) -> list[Reply]:
+    greedy = [Reply(name, r["prompt"], who, run[who]["difference"]) for r in records for name, run in r["runs"].items()
+              for who in ("ours", "theirs") if "difference" in run[who]]
+    return greedy + [Reply(f"plain at {n}", i, "ours", r["difference"]) for n, rs in lengths.items()
+                     for i, r in enumerate(rs)]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--prompts", type=int, default=10, help="at most ten (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=128, help="of each reply (%(default)s)")
-    parser.add_argument("--context", type=int, default=4000, help="of long plain decoding (%(default)s)")
-    parser.add_argument("--k", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--drafts", nargs="+", choices=("self", "noisy"), default=["self", "noisy"])
-    parser.add_argument("--temperatures", type=float, nargs="+", choices=(0.0, 0.8), default=[0.0, 0.8])
-    parser.add_argument("--only", choices=("speculative", "plain", "build", "run-ahead"), help="one part of the report")
-    parser.add_argument("--quick", action="store_true", help="two prompts, 16 tokens, k = 4: does it work?")
-    parser.add_argument("--json", metavar="FILE", help="write everything raw")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--context", type=int, default=4000, help="of long plain decoding (%(default)s)")
+    options.add_argument("--k", type=int, nargs="+", default=[2, 4])
+    options.add_argument("--drafts", nargs="+", choices=("self", "noisy"), default=["self", "noisy"])
+    options.add_argument("--only", choices=("speculative", "plain", "build", "run-ahead"), help="one part of the report")
+    options.add_argument("--quick", action="store_true", help="two prompts, 16 tokens, k = 4: does it work?")
+    args = options.parse_args()
     if args.quick:
         args.prompts, args.tokens, args.context, args.k = 2, 16, 600, [4]
     return args
-
-
-def long_text(tokenizer: Any, length: int) -> list[int]:
-    """Real text: the prompts, then this package's own source."""
-    texts = [text for _, text in PROMPTS]
-    texts += [path.read_text() for path in sorted(Path(mlx_spec.__file__).parent.glob("*.py"))]
-    return tokenizer.encode("\n\n".join(texts)[: 6 * length])[:length]
 
 
 def main() -> None:
@@ -303,7 +221,7 @@ def main() -> None:
     report_machine(card | {"noise": NOISE})
     models, probe = load(), Probe()
     text = long_text(models.tokenizer, max(args.context, 4000))
-    prompts = [encode(models.tokenizer, [{"role": "user", "content": t}])[0] for _, t in PROMPTS[: args.prompts]]
+    prompts = chat_prompts(models.tokenizer, args.prompts)
     settings = [Setting(d, k, t) for d, k, t in product(args.drafts, args.k, args.temperatures)]
     parts = [args.only] if args.only else ["build", "plain", "speculative"]
     raw: dict[str, Any] = {"machine": card, "noise": NOISE, "arguments": vars(args)}
@@ -314,21 +232,21 @@ def main() -> None:
     if "plain" in parts:
         lengths = plain_lengths(models.pairs["none"], text, args, probe)
     if "run-ahead" in parts:
-        warm_up(models, settings, text)
+        warm_up(models.pairs, settings, text)
         gain = run_ahead_gain(models, settings, prompts, args.tokens)
         print("a second round in flight / none: ratios of speeds")
         table(["setting", "ratio"], [[name, show(ratio)] for name, ratio in gain.items()])
     if "speculative" in parts:
-        warm_up(models, settings, text)
+        warm_up(models.pairs, settings, text)
         with compile_after(NEVER):
-            records = compare(models, settings, prompts, args.tokens, probe)
+            records = each_prompt(prompts, probe, partial(one_prompt, models, settings, args.tokens))
     raw |= {"build": build, "run-ahead": gain, "plain": lengths, "speculative": records, "figures": {}}
     if records:
         raw["figures"] |= report_settings(records, settings, args.tokens)
     if lengths:
         raw["figures"] |= {"plain": report_plain(lengths)}
     if records or lengths:
-        report_identity(records, lengths, args.dtype)
+        report_identity(replies(records, lengths), args.dtype)
     if build:
         report_build(build)
     probe.read()
