@@ -1,0 +1,120 @@
+"""Drafts of the demo target against each other and against mlx-lm, as ratios from one run on one machine.
+
+Arms take turns prompt by prompt, in rotating order; only decoding is timed; end tokens are ignored. mlx-lm's plain
+decoding is timed beside every draft, and its median counts. The prompts are prompts.py's own, so that no draft can
+have been trained on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+import mlx_spec  # before mlx.core: it puts a fast BLAS in place
+
+import mlx.core as mx
+from arms import (NEVER, WARM_TOKENS, Setting, chat_prompts, compile_after, is_model, long_text, ours, plain_theirs,
+                  theirs, warm_up)
+from draft_report import Arm, figures_of, replies, report_parts, report_speeds, report_targets, report_training
+from identity import difference, report_identity
+from measure import Probe, each_prompt, machine, note, parser, report_machine, rotated
+from mlx_lm.utils import dequantize_model
+from mlx_spec.blas import blas_in_use
+from mlx_spec.costs import draft_step, target_rows
+
+
+def load(folders: Sequence[str], dtype: str) -> dict[str, Any]:
+    """A pair for each draft, by name; all have one target, and no end tokens."""
+    plain, pairs = mlx_spec.load("demo", draft=False), {}
+    short = [Path(f).resolve().name for f in folders]
+    for folder, name in zip(folders, short if len(set(short)) == len(short) else folders):
+        loaded = mlx_spec.load("demo", draft=folder)
+        if is_model(loaded.draft):  # the others are widened when they are bound
+            dequantize_model(loaded.draft).set_dtype(getattr(mx, dtype))
+        pairs[name] = mlx_spec.Pair(plain.target, loaded.draft, plain.tokenizer)
+        pairs[name].end_ids = frozenset()
+        note("\n".join([f"{name}: {folder}", *(n for n in loaded.notes if n not in plain.notes)]))
+    return pairs
+
+
+def arms_of(pairs: Mapping[str, Any], ks: Sequence[int], temperatures: Sequence[float]) -> list[Arm]:
+    found = []
+    for temperature in temperatures:
+        for name, pair in pairs.items():
+            settings = [Setting(name, k, temperature) for k in ks if k <= getattr(pair.draft, "largest", k)]
+            found.append(Arm("plain", Setting(name, 0, temperature)))
+            sides = ("ours", "theirs") if is_model(pair.draft) else ("ours",)
+            found += [Arm(who, setting) for who in sides for setting in settings]
+    return found
+
+
+def one_prompt(pairs: Mapping[str, Any], arms: Sequence[Arm], tokens: int, ids: list[int], turn: int) -> dict:
+    """A record: seconds and counts of every arm, by its name, and what the parts cost beside them."""
+    context = len(ids) + tokens // 2
+    jobs = {str(arm): partial(run_arm, arm, pairs[arm.setting.draft], ids, tokens, turn) for arm in arms}
+    jobs["costs"] = partial(part_costs, pairs, max(a.setting.k for a in arms) + 1, context)
+    runs = {name: jobs[name]() for name in rotated(list(jobs), turn * max(1, len(jobs) // 10))}
+    for arm in arms:
+        if arm.setting.temperature == 0 and arm.who != "plain":
+            pair, run, wanted = pairs[arm.setting.draft], runs[str(arm)], runs[str(arm.plain)]["ids"]
+            run["difference"] = difference(pair.target, ids, wanted, run["ids"])
+    return {"prompt": turn, "prompt_tokens": len(ids), "costs": runs.pop("costs"), "runs": runs}
+
+
+def run_arm(arm: Arm, pair: Any, ids: list[int], tokens: int, seed: int) -> dict[str, Any]:
+    if arm.who == "plain":
+        return plain_theirs(pair.target, ids, tokens, temperature=arm.setting.temperature, seed=seed)
+    return (ours if arm.who == "ours" else theirs)(pair, ids, arm.setting, tokens, seed)
+
+
+def part_costs(pairs: Mapping[str, Any], rows: int, context: int) -> dict[str, Any]:
+    """Seconds of the target's pass over 1 to `rows` rows, and of each draft's step."""
+    one = next(iter(pairs.values()))
+    return {"rows_s": [target_rows(one, m + 1, context) for m in range(rows)],
+            "step_s": {name: draft_step(pair, context) for name, pair in pairs.items()}}
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("--drafts", nargs="+", required=True, metavar="FOLDER", help="drafts of the demo target")
+    options.add_argument("--k", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="as far as a draft goes")
+    options.add_argument("--quick", action="store_true", help="one prompt, 8 tokens, k = 1 and 2: does it work?")
+    args = options.parse_args()
+    if args.quick:
+        args.prompts, args.tokens, args.k = 1, 8, [1, 2]
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    os.environ["MLX_SPEC_DTYPE"] = args.dtype
+    card = machine(args.dtype, blas_in_use() if args.dtype == "float32" else None)
+    report_machine(card | {"prompts": "benchmarks/prompts.py, none of them trained on"})
+    pairs, probe = load(args.drafts, args.dtype), Probe()
+    tokenizer = next(iter(pairs.values())).tokenizer
+    arms = arms_of(pairs, args.k, args.temperatures)
+    settings = [a.setting for a in arms if a.who == "ours"]
+    warm_up(pairs, settings, long_text(tokenizer, 300), min(args.tokens, WARM_TOKENS))
+    with compile_after(NEVER):
+        records = each_prompt(chat_prompts(tokenizer, args.prompts), probe,
+                              partial(one_prompt, pairs, arms, args.tokens))
+    probe.read()
+    found = figures_of(records, arms, args.dtype)
+    report_training(dict(zip(pairs, args.drafts)))
+    report_parts(found, records)
+    report_speeds(found)
+    report_targets(found, records)
+    report_identity(replies(records, arms), args.dtype)
+    report_machine(card, probe)
+    if args.json:
+        raw = {"machine": card, "arguments": vars(args), "records": records, "probe": probe.readings,
+               "moved": probe.moved(), "figures": {str(arm): figures for arm, figures in found.items()}}
+        Path(args.json).write_text(json.dumps(raw, indent=1))
+
+
+if __name__ == "__main__":
+    main()
