@@ -13,6 +13,7 @@ from typing import Any, Callable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.utils import dequantize_model
 
 from .shapes import Float, Integer
 
@@ -112,13 +113,28 @@ def embedding(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 def output(model: nn.Module) -> nn.Module | None:
     """The output weights: a layer of their own, or the embedding."""
-    below = model
-    while below is not None:
-        if isinstance(getattr(below, "lm_head", None), (nn.Linear, nn.QuantizedLinear)):
-            return below.lm_head
-        below = getattr(below, "language_model", None)
+    owner = _head_owner(model)
     found = embedding(model)
-    return found and found[1]
+    return owner.lm_head if owner is not None else found and found[1]
+
+
+def _head_owner(model: nn.Module) -> nn.Module | None:
+    while model is not None and not isinstance(getattr(model, "lm_head", None), (nn.Linear, nn.QuantizedLinear)):
+        model = getattr(model, "language_model", None)
+    return model
+
+
+def share_ends(draft: nn.Module, target: nn.Module, dtype: mx.Dtype) -> None:
+    """The target's embedding and head in place of the copies that a draft cut from it brought along,
+    and its dtype for what is left; unpacked on a CPU, where quantised products are slow."""
+    if mx.default_device().type == mx.cpu:
+        dequantize_model(draft)
+    draft.set_dtype(dtype)
+    name, mine = embedding(draft)
+    if mine.weight.shape[0] == embedding(target)[1].weight.shape[0]:
+        setattr(trunk(draft), name, embedding(target)[1])
+        if _head_owner(draft) is not None and _head_owner(target) is not None:
+            _head_owner(draft).lm_head = _head_owner(target).lm_head
 
 
 class Given(View):

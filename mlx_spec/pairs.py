@@ -20,7 +20,7 @@ from .errors import PairError, SpecError
 from .folder import apply_adapter, load_folder
 from .gguf import default_dtype, load_gguf
 from .hub import OnProgress
-from .hidden import last_row
+from .hidden import embedding, last_row, share_ends
 from .probe import Profile, profile
 from .prompts import turn_end
 
@@ -204,6 +204,8 @@ def load(
                 raise PairError("a draft on hidden states takes no adapter")
             return Pair(model, load_saved(path), tokenizer, name=target, notes=(*notes, *_made_for(path, target)))
         other, other_tokenizer, _ = _load_one(str(draft), draft_adapter_path, draft_revision, trust_remote_code, on_progress)
+        if path.is_dir() and about(path).get("kind") == "draft":
+            share_ends(other, model, embedding(model)[1](mx.array([0])).dtype)
         return Pair(model, other, tokenizer, draft_tokenizer=other_tokenizer, name=target, notes=notes)
     except SpecError as e:
         if draft_required:

@@ -335,3 +335,15 @@ def test_a_full_disk_is_one_line_and_what_was_written_stays(tmp_path, monkeypatc
     monkeypatch.setattr("builtins.open", full)
     with pytest.raises(SpecError, match="make room"):
         store.append(texts()[:1], [np.zeros((43, 2, 64), np.float16)])
+
+
+def test_a_draft_cut_from_its_target_shares_its_embedding_and_head(folder, data, tmp_path):
+    from mlx_lm import load as mlx_lm_load
+
+    from mlx_spec.hidden import embedding, output
+
+    train(recipe(folder, data, tmp_path / "draft", "draft"))
+    pair = mlx_spec.load(str(folder), draft=str(tmp_path / "draft"))
+    assert embedding(pair.draft)[1] is embedding(pair.target)[1] and output(pair.draft) is output(pair.target)
+    alone, _ = mlx_lm_load(str(tmp_path / "draft"))  # and it runs without it
+    assert alone(mx.array([[1, 2]])).shape == (1, 2, tiny.VOCAB)
