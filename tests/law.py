@@ -277,3 +277,15 @@ def tally(*columns, shape) -> np.ndarray:
     counts = np.zeros(shape)
     np.add.at(counts, columns, 1)
     return counts
+
+
+def transitions(start, ids, vocab) -> np.ndarray:
+    """How often each token followed each."""
+    path = np.array([start, *ids])
+    return tally(path[:-1], path[1:], shape=(vocab, vocab))
+
+
+def as_often_as(chances, count) -> bool:
+    """Whether so many of some independent events are credible, to 4 standard errors."""
+    chances = np.asarray(chances)
+    return abs(count - chances.sum()) <= 4 * np.sqrt((chances * (1 - chances)).sum())

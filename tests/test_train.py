@@ -4,6 +4,8 @@ The target is tiny and sharp: an id has few likely successors, so that a draft c
 """
 
 import json
+import os
+import signal
 from functools import lru_cache
 
 import mlx.core as mx
@@ -347,3 +349,17 @@ def test_a_draft_cut_from_its_target_shares_its_embedding_and_head(folder, data,
     assert embedding(pair.draft)[1] is embedding(pair.target)[1] and output(pair.draft) is output(pair.target)
     alone, _ = mlx_lm_load(str(tmp_path / "draft"))  # and it runs without it
     assert alone(mx.array([[1, 2]])).shape == (1, 2, tiny.VOCAB)
+
+
+def test_ctrl_c_inside_a_step_waits_for_its_end(tmp_path):
+    store = stored(tmp_path / "states", texts()[:40])
+    run, step = trainer(tmp_path / "run", store, epochs=1), Trainer._step
+
+    def pressed_inside(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(self)
+
+    run._step = lambda: pressed_inside(run)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    assert run.step == 1 and trainer(tmp_path / "run", store, resume=True, epochs=1).step == 1

@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
+import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -57,6 +60,22 @@ class Progress(NamedTuple):
     score: Score | None
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C waits for the end of a step: half a step could not be resumed from."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    kept = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    if pressed:
+        raise KeyboardInterrupt
+
+
 class Trainer:
     """One run. folder: where checkpoints are kept. Resumes from the checkpoint there if asked."""
 
@@ -84,7 +103,8 @@ class Trainer:
         started, first, seen, losses = time.perf_counter(), self.step, 0, []
         try:
             while self.step < self.steps:
-                value, tokens = self._step()
+                with _undisturbed():
+                    value, tokens = self._step()
                 seen += tokens
                 losses = [*losses[-49:], value]
                 if self.step % self.schedule.every == 0 or self.step == self.steps:
