@@ -1,8 +1,8 @@
 """Text for training: what is read from files, and what a target writes itself."""
 
-import errno
 import gzip
 import json
+import resource
 
 import mlx.core as mx
 import numpy as np
@@ -81,13 +81,13 @@ def test_a_document_is_cut_into_pieces_and_loses_nothing(tmp_path):
     assert all(e.prompt == [] and e.temperature is None for e in pieces)
 
 
-def test_a_file_of_text_is_one_document_whatever_its_size(tmp_path, monkeypatch):
+def test_a_file_of_text_is_read_block_by_block_and_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "BLOCK", 7)
     content = "one line\nand, é, a much longer second line\n\nthe end"
     (tmp_path / "a.md").write_text(content)
     pieces = read(tmp_path / "a.md", max_length=5)
     assert b"".join(bytes(e.answer) for e in pieces) == content.encode()
-    assert {len(e.answer) for e in pieces[:-1]} == {5}
+    assert {len(e.answer) for e in pieces} <= {2, 3, 4, 5}
 
 
 def test_a_long_answer_is_cut_and_a_prompt_without_room_for_one_left_out(tmp_path):
@@ -112,17 +112,16 @@ def test_reading_holds_one_text_at_a_time(tmp_path):
 
 
 WRONG_LINES = [
-    ("not JSON", "line 2 is not JSON"),
-    ("[1, 2]", "line 2: has none of the keys"),
-    ('{"words": "a"}', "line 2: has none of the keys"),
-    ('{"prompt": [1], "answer": [259]}', "line 2: token ids must be from 0 to 258; got 259: made for another target"),
-    ('{"prompt": [true], "answer": [1]}', "line 2: token ids must be from 0 to 258; got True"),
-    ('{"prompt": "a", "answer": [1]}', "line 2: .* both be text, or both lists of token ids"),
-    ('{"prompt": [], "answer": [1]}', "line 2: .* both be text, or both lists of token ids"),
-    ('{"prompt": [1], "temperature": "hot"}', "line 2: \"temperature\" must be a number from 0; got 'hot'"),
-    ('{"text": 3}', "line 2: text must be a string; got int"),
-    ('{"messages": "a"}', "line 2: \"messages\" must be a list"),
-    ('{"messages": []}', "line 2: \"messages\" has no user turn"),
+    *((line, "line 2: it must be JSON: {\"prompt\"") for line in (
+        "not JSON", "[1, 2]", "3", "null", '"text"', '{"words": "a"}',
+        '{"messages": "a"}', '{"messages": []}', '{"messages": [1]}',
+    )),
+    ('{"prompt": [1], "answer": [259]}', "line 2: token ids must be from 0 to 258; got 259"),
+    ('{"prompt": [true], "answer": [1]}', "line 2: the prompt must be text, token ids or .*; got a list with True"),
+    ('{"prompt": "a", "answer": 3}', "line 2: the prompt must be text, token ids or messages; got int"),
+    ('{"prompt": null, "answer": [1]}', "line 2: the prompt must be text, token ids or messages; got NoneType"),
+    ('{"prompt": [1], "temperature": "hot"}', "line 2: could not convert string to float: 'hot'"),
+    ('{"text": 3}', "line 2: the prompt must be text, token ids or messages; got int"),
     ('{"messages": [{"role": "user"}]}', "line 2: message 0 must have exactly the keys"),
 ]
 
@@ -135,25 +134,28 @@ def test_a_wrong_line_is_named_in_one_line(tmp_path, line, message):
     assert "\n" not in str(e.value) and str(tmp_path / "a.jsonl") in str(e.value)
 
 
-def test_text_needs_a_tokenizer_and_prompts_a_chat_template(tmp_path):
+def test_text_needs_a_tokenizer(tmp_path):
     (tmp_path / "a.txt").write_text("words")
     for file in (lines(tmp_path / "a.jsonl", {"text": "words"}), tmp_path / "a.txt"):
-        with pytest.raises(SpecError, match="text needs a tokenizer, and this target has none: give token ids"):
+        with pytest.raises(SpecError, match="no tokenizer: give the prompt as token ids"):
             read(file, tokenizer=None)
-    with pytest.raises(SpecError, match="line 1: prompts need a chat template, and this target has none"):
-        read(lines(tmp_path / "a.jsonl", {"prompt": "Hi", "answer": "Ho"}), tokenizer=BARE)
+
+
+def test_without_a_chat_template_prompts_are_plain_text(tmp_path):
+    file = lines(tmp_path / "a.jsonl", {"prompt": "Hi", "answer": "Ho"}, {"prompt": "Hi"})
+    assert read(file, tokenizer=BARE) == [Example([*b"Hi"], [*b"Ho", tiny.EOS]), Example([*b"Hi"], [])]
 
 
 def test_files_that_hold_no_text_say_so(tmp_path):
     with pytest.raises(SpecError, match="none.jsonl does not exist"):
-        text.read(tmp_path / "none.jsonl", TOKENIZER, 64)
+        read(tmp_path / "none.jsonl")
     with pytest.raises(SpecError, match="has no text to learn from"):
         read(tmp_path)
     (tmp_path / "a.jsonl").write_text("\n")
     with pytest.raises(SpecError, match="has no text to learn from"):
         read(tmp_path / "a.jsonl")
     (tmp_path / "a.csv").write_text("a,b")
-    with pytest.raises(SpecError, match="a.csv can't be read: text comes in .jsonl"):
+    with pytest.raises(SpecError, match="a.csv .* give .jsonl.*, .txt or .md files"):
         read(tmp_path / "a.csv")
 
 
@@ -161,10 +163,10 @@ def test_files_that_are_damaged_say_so(tmp_path):
     whole = gzip.compress(b'{"text": "a long enough text"}\n' * 9)
     for content in (whole[:-12], b"no gzip", whole[:20] + b"\xff" * 9 + whole[29:]):
         (tmp_path / "a.jsonl.gz").write_bytes(content)
-        with pytest.raises(SpecError, match="a.jsonl.gz(: not UTF-8| can't be read)"):
+        with pytest.raises(SpecError, match="a.jsonl.gz can't be read"):
             read(tmp_path / "a.jsonl.gz")
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(SpecError, match="a.txt: not UTF-8 text"):
+    with pytest.raises(SpecError, match="a.txt can't be read: 'utf-8'"):
         read(tmp_path / "a.txt")
 
 
@@ -205,6 +207,17 @@ def test_temperatures_take_turns_and_zero_is_plain_decoding(small):
         assert e.answer == until_end(plain(model, e.prompt, 10))
 
 
+def test_tokens_are_drawn_at_the_temperature_that_is_named(monkeypatch):
+    monkeypatch.setattr(text, "BATCH", 4000)
+    table = np.full((tiny.VOCAB, tiny.VOCAB), -40.0)
+    table[:, [5, 6]] = 0.0, 1.0
+    pair = Pair(tiny.ScriptModel(table), None, TOKENIZER)
+    found = list(text.answers(pair, [[1]] * 4000, 0, max_tokens=1, temperatures=(0.0, 0.5)))
+    share = np.mean([e.answer == [6] for e in found if e.temperature])
+    assert abs(share - 1 / (1 + np.exp(-2.0))) < 0.03
+    assert all(e.answer == [6] for e in found if not e.temperature)
+
+
 def until_end(ids):
     return ids[: next((i + 1 for i, t in enumerate(ids) if t == tiny.EOS), len(ids))]
 
@@ -225,42 +238,27 @@ def test_ids_beyond_the_vocabulary_are_never_written(small):
     assert found and max(found) < tiny.VOCAB
 
 
-@pytest.mark.parametrize("name", ["llama4", "gemma2", "internlm3", "afm7"])
-def test_a_target_that_does_not_batch_is_asked_one_at_a_time(small, name):
-    """The first has a cache that mlx-lm refuses, two raise in the pass, the last goes wrong silently."""
+@pytest.mark.parametrize("name", ["llama", "llama_sw", "llama4", "gemma2", "internlm3", "afm7", "qwen3_next"])
+def test_prompts_of_unequal_length_are_answered_as_if_each_were_alone(small, name):
+    """In mlx-lm's padded batches llama4, gemma2 and internlm3 raise, and afm7 goes wrong silently."""
     model = tiny.make(name)
     pair = Pair(model, None, TOKENIZER)
-    prompts = [list(b"The quick"), list(b"Ab")]
+    prompts = [list(b"The quick brown fox"), list(b"Ab"), list(b"x")]
     found = list(text.answers(pair, prompts, 3, max_tokens=6, temperatures=(0.0,)))
     assert [e.answer for e in found] == [until_end(plain(model, p, 6)) for p in prompts]
 
 
-def test_a_row_draws_the_same_in_a_batch_and_alone(small, monkeypatch):
-    pair = Pair(tiny.make("llama"), None, TOKENIZER)
-    prompts = [list(b"The quick"), list(b"Ab"), list(b"fox")]
-    batched = list(text.answers(pair, prompts, 3, max_tokens=8))
-    monkeypatch.setattr(text, "_can_batch", lambda pair: False)
-    assert list(text.answers(pair, prompts, 3, max_tokens=8)) == batched
-
-
-def test_long_prompts_are_answered_fewer_at_a_time_to_the_same_text(small, monkeypatch):
-    prompts = [list(b"The quick"), list(b"Ab"), list(b"fox")]
-    wide = list(text.answers(chatty(), prompts, 3, max_tokens=8))
-    monkeypatch.setattr(text, "BATCH_TOKENS", 20)
-    assert list(text.answers(chatty(), prompts, 3, max_tokens=8)) == wide
-
-
-def test_without_a_chat_template_documents_are_asked_for(small, tmp_path):
+def test_without_a_chat_template_data_are_asked_for(small, tmp_path):
     for tokenizer in (BARE, None):
-        with pytest.raises(SpecError, match="no chat template, .* pass --data with documents"):
+        with pytest.raises(SpecError, match="no chat template .* pass --data with"):
             list(text.user_turns(chatty(tokenizer), 1, 0))
-    with pytest.raises(SpecError, match="no chat template, .* pass --data with documents"):
+    with pytest.raises(SpecError, match="no chat template .* pass --data with"):
         text.write(chatty(BARE), tmp_path, 10, 0)
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "<bos>{% for m in messages %}{% endfor %}"])
 def test_a_template_that_shows_no_user_turn_asks_for_data(small, template):
-    with pytest.raises(SpecError, match="makes up no user turns .* pass --data"):
+    with pytest.raises(SpecError, match="makes up no user turns.* pass --data"):
         list(text.user_turns(chatty(tiny.byte_tokenizer(chat_template=template)), 1, 0))
 
 
@@ -309,24 +307,29 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_text(small, tmp_path, prompt
     assert text.write(chatty(), tmp_path / "cut", 1000, 5, prompts).read_bytes() == whole
 
 
-@pytest.mark.parametrize("moment", ["replace", "fsync"])
-def test_an_interrupt_at_any_moment_leaves_whole_batches(small, tmp_path, monkeypatch, moment):
-    """Before or after the card is replaced: text and card agree."""
+def test_an_interrupt_while_a_batch_is_drawn_leaves_whole_batches(small, tmp_path, monkeypatch):
     whole = text.write(chatty(), tmp_path / "whole", 1000, 5).read_bytes()
-    real, calls = getattr(text.os, moment), iter(range(3))
+    real, calls = text._written, iter(range(5))
 
     def interrupted(*args):
         if next(calls, None) is None:
-            real(*args)
             raise KeyboardInterrupt
         return real(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(text.os, moment, interrupted)
+        patch.setattr(text, "_written", interrupted)
         text.write(chatty(), tmp_path / "cut", 1000, 5)
-    part, card = (tmp_path / "cut" / "text.jsonl").read_bytes(), json.loads((tmp_path / "cut" / "text.json").read_text())
-    assert len(part) == card["bytes"] and whole.startswith(part) and part.endswith(b"\n")
+    part = (tmp_path / "cut" / "text.jsonl").read_bytes()
+    assert whole.startswith(part) and part.endswith(b"\n\n")
     assert text.write(chatty(), tmp_path / "cut", 1000, 5).read_bytes() == whole
+
+
+@pytest.mark.parametrize("prompts", [None, [[i, i + 1] for i in range(60)]])
+def test_a_run_that_was_killed_at_any_byte_goes_on_to_the_same_text(small, tmp_path, prompts):
+    whole = text.write(chatty(), tmp_path, 200, 5, prompts).read_bytes()
+    for size in range(0, len(whole), 97):
+        (tmp_path / "text.jsonl").write_bytes(whole[:size])
+        assert text.write(chatty(), tmp_path, 200, 5, prompts).read_bytes() == whole
 
 
 def test_more_tokens_continue_and_fewer_change_nothing(small, tmp_path):
@@ -349,21 +352,18 @@ def test_prompts_that_run_out_end_the_text(small, tmp_path):
     assert [e.prompt for e in read(path)] == [[1], [2], [3], [4], [5]]
 
 
-def test_a_full_disk_is_one_line_and_loses_no_batch(small, tmp_path, monkeypatch):
+def test_a_full_disk_is_one_line_and_loses_no_batch(small, tmp_path):
+    """A limit on the size of files stands for it: what fits is written, the rest is refused."""
     whole = text.write(chatty(), tmp_path / "whole", 1000, 5).read_bytes()
-    real, calls = text.os.fsync, iter(range(2))
-
-    def full(*args):
-        if next(calls, None) is None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(*args)
-
-    message = "No space left on device; make room and run it again"
-    with monkeypatch.context() as patch, pytest.raises(SpecError, match=message) as e:
-        patch.setattr(text.os, "fsync", full)
-        text.write(chatty(), tmp_path / "cut", 1000, 5)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) // 2, before[1]))
+    try:
+        with pytest.raises(SpecError, match="File too large; make room and run it again") as e:
+            text.write(chatty(), tmp_path / "cut", 1000, 5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     part = (tmp_path / "cut" / "text.jsonl").read_bytes()
-    assert "\n" not in str(e.value) and part and whole.startswith(part) and part.endswith(b"\n")
+    assert "\n" not in str(e.value) and b"\n\n" in part and whole.startswith(part)
     assert text.write(chatty(), tmp_path / "cut", 1000, 5).read_bytes() == whole
 
 
@@ -380,7 +380,6 @@ def test_the_demo_target_makes_up_turns_and_answers_them(monkeypatch):
     monkeypatch.setattr(text, "BATCH", 4)
     monkeypatch.setattr(text, "TURN_TOKENS", 40)
     pair = mlx_spec.load("demo")
-    assert text._can_batch(pair)
     turns = list(text.user_turns(pair, 1, 0))
     assert "<|im_start|>user\n" in pair.tokenizer.decode(turns[0])
     first = next(text.answers(pair, turns, 0, max_tokens=12, temperatures=(0.0,)))

@@ -32,7 +32,7 @@ ANSWER_TOKENS, ANSWER_TEMPERATURES = 224, (0.0, 0.4, 0.6, 0.8)
 BARREN = 8  # batches without one new turn, after which asking on is useless
 
 NO_FORM = 'it must be JSON: {"prompt", "answer"}, {"messages"} or {"text"}, in text or token ids'
-NO_TURNS = "this target makes up no user turns (no chat template, or it ends none): pass --data with prompts or documents"
+NO_TURNS = "this target makes up no user turns: it has no chat template or ends none; pass --data with prompts or text"
 
 
 def read(path: str | Path, tokenizer: TokenizerWrapper | None, max_length: int,
@@ -53,7 +53,7 @@ def read(path: str | Path, tokenizer: TokenizerWrapper | None, max_length: int,
                     empty = False
                     yield example
     if empty:
-        raise SpecError(f"{path} does not exist or has no text to learn from: give .jsonl, .jsonl.gz, .txt or .md files")
+        raise SpecError(f"{path} does not exist or has no text to learn from: give .jsonl(.gz), .txt or .md files")
 
 
 def _texts(file: Path, tokenizer: TokenizerWrapper | None, vocab_size: int | None) -> Iterator[Example]:
@@ -88,7 +88,7 @@ def _text(line: dict, tokenizer: TokenizerWrapper | None, vocab_size: int | None
         ends = (turn_end(tokenizer), tokenizer.eos_token_id)
         answer_tokens += [i for i in ends if i is not None][:1]
     temperature = line.get("temperature")
-    return Example(prompt_tokens, answer_tokens, temperature and float(temperature))
+    return Example(prompt_tokens, answer_tokens, None if temperature is None else float(temperature))
 
 
 def _ids(text: Any, tokenizer: TokenizerWrapper | None, vocab_size: int | None, start: bool = False) -> list[int]:
@@ -118,8 +118,7 @@ def answers(pair: Pair, prompts: Iterable[list[int]], seed: int, max_tokens: int
     An answer ends with the end token where the target ended it, and has max_tokens otherwise.
     """
     for batch in _batches(prompts):
-        seeds = (seed, zlib.crc32(repr(batch).encode()))
-        texts = _written(pair, batch, seeds, max_tokens, temperatures, pair.end_ids)
+        texts = _written(pair, batch, (seed, zlib.crc32(repr(batch).encode())), max_tokens, temperatures, pair.end_ids)
         yield from map(Example, batch, texts, cycle(temperatures))
 
 
@@ -164,7 +163,7 @@ def _resume(file: BinaryIO, head: bytes) -> tuple[int, int, set[int]]:
     one that was cut short is taken off, and so is everything under another head."""
     file.seek(0)
     if file.readline() != head:
-        file.truncate(0)
+        file.truncate(file.seek(0))
         file.write(head)
     number, tokens, seen, whole, lines = 0, 0, set(), file.tell(), []
     while line := file.readline():
@@ -219,7 +218,8 @@ def _written(pair: Pair, prompts: list[list[int]], seeds: tuple[int, ...], max_t
     while writing:
         logits = pair.target(mx.array(column)[:, None], cache=cache)[:, -1, : pair.vocab_size].astype(mx.float32)
         key, now = mx.random.split(key)
-        column, at = mx.argmax(logits + heat * mx.random.gumbel(logits.shape, key=now), axis=-1).tolist(), at + 1
+        column = mx.argmax(logits + heat * mx.random.gumbel(logits.shape, key=now), axis=-1).tolist()
+        at += 1
         for row, prompt in enumerate(prompts):
             if at < len(prompt):
                 column[row] = prompt[at]
