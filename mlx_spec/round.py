@@ -150,7 +150,8 @@ class Round:
             if noise is None:
                 return mx.argmax(logits, axis=-1), None
             logprobs = sampling.logprobs(logits, self.sampling)
-            return mx.argmax(logprobs + noise[:, len(drafted)], axis=-1), logprobs
+            token = mx.argmax(logprobs + noise[:, len(drafted)], axis=-1)
+            return token, drawn_from(logprobs, token)
 
         return self.drafter.propose(state, plan, choose)
 
@@ -212,6 +213,16 @@ class Round:
 
     def _noise(self, keys: mx.array, first: mx.array, rows: int) -> mx.array:
         return mx.stack([sampling.gumbel(keys, DRAW, first + i, self.vocab) for i in range(rows)])[None]
+
+
+def drawn_from(
+    logprobs: Float[mx.array, "batch vocab"], token: Integer[mx.array, "batch"]
+) -> Float[mx.array, "batch vocab"]:
+    """The law a token came from. A row that rules every id out, or is no numbers, is none to draw
+    from: then the token was certain. Block verification would take the NaN for a success."""
+    chance = mx.take_along_axis(logprobs, token[:, None], axis=-1)
+    certain = mx.where(mx.arange(logprobs.shape[-1]) == token[:, None], 0.0, -mx.inf)
+    return mx.where(chance > -mx.inf, logprobs, certain)
 
 
 def emit(

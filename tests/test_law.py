@@ -172,6 +172,16 @@ def test_temperature_and_filters_hold_in_the_engine(scripts, options, k):
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_a_draft_that_gives_no_numbers_after_some_tokens_changes_nothing(rule):
+    """As half precision does that overflows; the ids that a pair is tried with at load are others."""
+    p, q = np.random.default_rng(17).normal(size=(2, 12, 12))
+    p[:, 10:] += 2
+    q[10:] = np.nan
+    found = rounds_of(script(p, q), 1, max_tokens=2000, temperature=1.0, seed=31, num_draft_tokens=2, verify=rule)
+    assert p_value(transitions(1, [i for _, _, ids in found for i in ids], 12), softmax(p)) > THRESHOLD
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_the_target_as_its_own_draft_has_everything_accepted_at_temperature_one(rule):
     """A25: a rule that only keeps equal independent draws would keep sum p^2; a cache fault would show as a slow decay."""
     decoder, ids = decode(pair("llama", "same"), [5, 6, 7], max_tokens=500, temperature=1.0, seed=1, num_draft_tokens=4, verify=rule)
