@@ -21,7 +21,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from measure import note
 from mlx_spec import engine
-from mlx_spec.engine import Decoder, Memory
+from mlx_spec.engine import Decoder
+from mlx_spec.memory import Memory
 from mlx_spec.prefill import prefill
 from mlx_spec.prompts import encode
 from mlx_spec.types import Options

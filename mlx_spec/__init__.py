@@ -13,7 +13,7 @@ from .blas import use_fast_blas as _use_fast_blas
 __version__ = "0.1.0"
 
 _HOMES = {
-    "generate": "api", "stream_generate": "api",
+    "generate": "api", "stream_generate": "api", "Chat": "chat",
     "load": "pairs", "Pair": "pairs", "catalogue": "pairs", "pull": "pairs",
     "pure": "sampling",
     "Options": "types", "Result": "types", "Chunk": "types", "Token": "types", "Stats": "types",

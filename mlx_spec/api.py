@@ -33,7 +33,7 @@ class Stream(Iterator[Chunk]):
         try:
             self._seen.append(next(self._chunks))
         except StopIteration:
-            self._decoder.free()
+            self._free()
             raise
         return self._seen[-1]
 
@@ -41,9 +41,12 @@ class Stream(Iterator[Chunk]):
         self._decoder.cancel()
         try:
             self._chunks.close()
-            self._decoder.free()
+            self._free()
         except ValueError:  # another thread is in the middle of a round, and will end after it
             pass
+
+    def _free(self) -> None:
+        self._decoder.free()
 
     def result(self) -> Result:
         for _ in self:

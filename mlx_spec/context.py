@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any, Callable, NamedTuple, Sequence
+from typing import Any, Callable, Sequence
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
@@ -18,6 +18,7 @@ from . import sampling
 from .cache import Native, Quantized, adopt, convert, grow, read_bound, rung
 from .drafters.model import ModelDrafter
 from .drafters.reader import Reader
+from .memory import Memory
 from .prefill import prefill
 from .probe import KEEP, Profile, prompt_cache, why_not_quantised
 from .round import Round, State
@@ -26,20 +27,6 @@ from .types import Options
 CATCH_UP = 16  # tokens that a draft may miss before it reads them in passes of their own
 MIN_SLACK = 8  # a ring's room is made for at least this k, so that requests share shapes
 AHEAD = 1024  # tokens of the reply that buffers are made for at first
-
-
-class Memory(NamedTuple):
-    """What a reply leaves for a later turn: mlx-lm's caches and the tokens that are in them. Of use
-    to the same pair only: other weights, or another adapter, would have written other keys.
-
-    draft: caches; for a drafter on hidden states (caches, the target's last states).
-    """
-
-    pair: Any
-    ids: list[int]
-    target: list[Any]
-    draft: Any
-    draft_length: int
 
 
 class Context:
@@ -128,7 +115,7 @@ class Context:
         """The caches that an earlier turn left for a model, and how many of these ids are in them."""
         if self.memory is None or not getattr(self.memory, role):
             return None
-        assert self.memory.pair is self.pair
+        assert self.memory.pair is self.pair  # see `recall`
         assert list(ids[: len(self.memory.ids)]) == self.memory.ids
         known = len(self.memory.ids) if role == "target" else self.memory.draft_length
         return getattr(self.memory, role), known

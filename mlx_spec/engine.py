@@ -23,11 +23,12 @@ import numpy as np
 
 from . import sampling
 from .cache import read_bound
-from .context import CATCH_UP, Context, Memory
+from .context import CATCH_UP, Context
 from .control import Controller, Fixed
 from .emit import Emission, Emitter
 from .errors import SpecError
 from .hidden import Inside
+from .memory import Memory
 from .prefill import Cancelled
 from .probe import why_not_quantised
 from .round import Plan, Round, State
