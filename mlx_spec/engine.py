@@ -60,7 +60,8 @@ class Decoder:
     memory: what an earlier reply left; its ids must begin the prompt. drafter, controller: in place
     of the pair's draft model, and another k each round. run_ahead: whether a second round is in
     flight; None: on a GPU, for on a CPU host and device are the same cores and there is no idle
-    time to win, while a draft that knows how the last round went has fewer rows to read.
+    time to win, while a draft that knows how the last round went has fewer rows to read. clock: what
+    the statistics' seconds are taken from.
     """
 
     def __init__(
@@ -73,9 +74,10 @@ class Decoder:
         drafter: Any = None,
         controller: Controller | None = None,
         run_ahead: bool | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         check(pair, ids, options)
-        self.pair, self.options = pair, options
+        self.pair, self.options, self.clock = pair, options, clock
         self.history = list(ids)
         self.length = len(ids)  # tokens read back so far, prompt and reply
         self.controller = controller or Fixed(options.num_draft_tokens)
@@ -143,7 +145,7 @@ class Decoder:
 
     def chunks(self) -> Iterator[Chunk]:
         """One chunk a round; the last one carries the finish reason."""
-        started = time.perf_counter()
+        started = self.clock()
         if self.options.max_tokens == 0:
             self.finish = "length"
             yield Chunk("", (), self._snapshot(), self.finish)
@@ -153,7 +155,7 @@ class Decoder:
                 mx.reset_peak_memory()
                 self.context.read(self.history, self.seed)
             self.stats.draft_prompt_s = self.context.draft_prompt_s
-            self.stats.prompt_s = time.perf_counter() - started
+            self.stats.prompt_s = self.clock() - started
             while self.finish is None:
                 with _device:
                     self._fill()
@@ -167,7 +169,7 @@ class Decoder:
             self._drain()
 
     def _clock(self, started: float) -> None:
-        now = time.perf_counter() - started
+        now = self.clock() - started
         if self.stats.ttft_s is None:
             self.stats.ttft_s = now
         self.stats.generation_s = now - self.stats.prompt_s
@@ -253,11 +255,15 @@ class Decoder:
             mx.clear_cache()
         return emission
 
-    def _drain(self) -> None:
+    def settle(self) -> None:
+        """Wait for what is in flight, so that the device is free for somebody else."""
         with _device:
-            while self.flights:
-                mx.eval(self.flights.popleft().packed)
-            mx.clear_cache()
+            mx.eval([flight.packed for flight in self.flights])
+
+    def _drain(self) -> None:
+        self.settle()
+        self.flights.clear()
+        mx.clear_cache()
 
     # deciding a round
 
@@ -343,7 +349,7 @@ class Decoder:
     def leave(self) -> Memory | None:
         """What a later turn can build on; the decoder is spent."""
         self._drain()
-        return self.context.leave(self.history, self.missed)
+        return self.context.leave(self.history, self.missed, self.length - len(self.history))
 
 
 def _build(round: Round, plan: Plan, state: tuple) -> tuple[tuple, mx.array]:
