@@ -15,7 +15,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from . import sampling
-from .cache import Native, Quantized, adopt, convert, grow, read_bound, rung
+from .cache import Native, Quantized, Ring, adopt, convert, grow, read_bound, rung
 from .drafters.model import ModelDrafter
 from .drafters.reader import Reader
 from .memory import Memory
@@ -195,12 +195,12 @@ class Context:
 
     # a later turn
 
-    def leave(self, ids: Sequence[int], missed: int) -> Memory | None:
+    def leave(self, ids: Sequence[int], missed: int, dropped: int) -> Memory | None:
         """The caches rewound to all of `ids` but the last; None where they can't be. Spends the context.
 
-        missed: tokens that the draft may not have read.
+        missed: tokens that the draft may not have read. dropped: tokens after `ids` that were read back.
         """
-        if self.state is None or self.pair.target_profile.reason:
+        if self.state is None or self.pair.target_profile.reason or not self._turns_back(dropped + 1):
             return None
         kept = len(ids) - 1
         target = [layer.hand_back(a, kept) for layer, a in zip(self.round.layers, self.state.target)]
@@ -211,3 +211,8 @@ class Context:
             draft = [layer.hand_back(a, read) for layer, a in zip(self.drafter.layers, self.state.drafter)]
         self.state = None
         return Memory(self.pair, list(ids[:kept]), target, draft, read)
+
+    def _turns_back(self, tokens: int) -> bool:
+        """Whether what a window still holds reaches that far; a round in flight may have written k more."""
+        layers = (*self.round.layers, *getattr(self.drafter, "layers", ()))
+        return tokens + self.k_max <= self.slack or not any(isinstance(x, Ring) for x in layers)

@@ -1,13 +1,17 @@
 """Device-resident caches against mlx-lm's: every kind, every number of kept tokens."""
 
+import math
+
 import mlx.core as mx
 import pytest
 import tiny
 from helpers import decode, pair, plain
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_spec.cache import Cursor, Full, Quantized, Ring, adopt, read_bound, rung
 from mlx_spec.engine import Decoder
+from mlx_spec.pairs import Pair
 from mlx_spec.prefill import prefill
 from mlx_spec.probe import profile, prompt_cache
 from mlx_spec.round import Plan, Proposal, Round, State, advance
@@ -175,6 +179,26 @@ def test_the_next_turn_on_what_a_reply_left_equals_a_cold_run(name, draft):
     assert warm == plain(p.target, prompt, 40)
     if draft == "same":
         assert decode(p, prompt, max_tokens=40, num_draft_tokens=4)[0].stats.acceptance_rate == 1
+
+
+LETTERS = {i: -math.inf for i in range(tiny.VOCAB) if not 32 < i < 127}
+
+
+@pytest.mark.parametrize("length", [1, 9, 30])
+@pytest.mark.parametrize("k", [0, 8])
+@pytest.mark.parametrize("name", ["llama", tiny.TINY_SW])
+def test_a_stop_string_longer_than_a_windows_slack_leaves_no_memory(name, k, length):
+    """What a window held before it has been written over by what the stop string dropped."""
+    base = pair(name)
+    p = Pair(base.target, base.draft, tiny.byte_tokenizer())
+    text = plain(p.target, tiny.PROMPT, 80, logits_processors=make_logits_processors(LETTERS))
+    options = dict(max_tokens=80, num_draft_tokens=k, logit_bias=LETTERS)
+    first, ids = decode(p, tiny.PROMPT, stop=[bytes(text[40 : 40 + length]).decode()], **options)
+    assert first.finish == "stop_string" and ids == text[: len(ids)]
+    memory, prompt = first.leave(), tiny.PROMPT + ids + tiny.PROMPT
+    assert memory is not None or (name == tiny.TINY_SW and length + k > 8)
+    expected = plain(p.target, prompt, 80, logits_processors=make_logits_processors(LETTERS))
+    assert decode(p, prompt, memory=memory, **options)[1] == expected
 
 
 def test_what_one_pair_left_is_of_no_use_to_another():
