@@ -25,16 +25,17 @@ class Memory(NamedTuple):
     draft_length: int
 
 
-def recall(memory: Memory | None, pair: Any, ids: Sequence[int]) -> Memory | None:
+def recall(memory: Memory | None, pair: Any, ids: Sequence[int], drafting: bool = True) -> Memory | None:
     """The memory as far as it holds for this pair and prompt; None where it is of no use. Spends
-    the one given. At least one token of the prompt is left to read."""
+    the one given. At least one token of the prompt is left to read. drafting: whether the pair's
+    draft will be used."""
     if memory is None or memory.pair.target is not pair.target:
         return None
     common = _common(memory.ids, ids[:-1])
     if not common or not _cut(memory.target, len(memory.ids) - common):
         return None
     draft, length = _draft(memory, pair, common)
-    if not draft and hasattr(pair.draft, "bind"):
+    if drafting and not draft and hasattr(pair.draft, "bind"):
         return None  # what reads the target's states needs them from the start
     return Memory(pair, list(ids[:common]), memory.target, draft, length)
 

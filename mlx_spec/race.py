@@ -41,29 +41,23 @@ class Lane(NamedTuple):
     watch: Stopwatch
 
 
-def race(lanes: Sequence[Lane], slice_s: float = SLICE_S) -> Iterator[tuple[Lane, list[Chunk]]]:
-    """Who moved, and what came: a slice at a time, until all are done. Closing it, or cancelling a
-    decoder, ends the replies with what there is."""
+def race(lanes: Sequence[Lane], slice_s: float = SLICE_S) -> Iterator[tuple[Lane, Chunk]]:
+    """Each chunk as it comes, and whose it is, until all are done. What the caller does with it is
+    nobody's time. Closing this, or cancelling a decoder, ends the replies with what there is."""
     running = {lane.name: (lane, lane.decoder.chunks()) for lane in lanes}
     try:
         while running:
             lane, chunks = min(running.values(), key=lambda entry: entry[0].watch())
-            found, done = _slice(lane, chunks, slice_s)
-            if done:
-                del running[lane.name]
-            yield lane, found
+            end = lane.watch() + slice_s
+            while lane.name in running and lane.watch() < end:
+                with lane.watch:
+                    chunk = next(chunks, None)
+                if chunk is None:
+                    del running[lane.name]
+                else:
+                    yield lane, chunk
+            with lane.watch:
+                lane.decoder.settle()
     finally:
         for _, chunks in running.values():
             chunks.close()
-
-
-def _slice(lane: Lane, chunks: Iterator[Chunk], slice_s: float) -> tuple[list[Chunk], bool]:
-    found, end = [], lane.watch() + slice_s
-    with lane.watch:
-        while lane.watch() < end:
-            chunk = next(chunks, None)
-            if chunk is None:
-                return found, True
-            found.append(chunk)
-        lane.decoder.settle()
-    return found, False

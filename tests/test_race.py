@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import groupby
 
 import mlx.core as mx
 import pytest
@@ -57,8 +58,8 @@ def lanes(*paces):
 def test_at_every_moment_both_have_had_the_same_time():
     (a, b), ticks = lanes((40, 0.1), (40, 0.03))
     seen = {a.name: 0, b.name: 0}
-    for lane, chunks in race([a, b]):
-        seen[lane.name] += len(chunks)
+    for lane, _ in race([a, b]):
+        seen[lane.name] += 1
         if seen[a.name] < 40 and seen[b.name] < 40:
             assert abs(a.watch() - b.watch()) <= 0.25 + 0.1 + 0.01
     assert seen == {a.name: 40, b.name: 40}
@@ -67,16 +68,17 @@ def test_at_every_moment_both_have_had_the_same_time():
 
 
 def test_a_slice_is_a_quarter_second_and_ends_with_nothing_in_flight():
-    (a, b), _ = lanes((100, 0.02), (100, 0.02))
-    for lane, chunks in race([a, b]):
-        assert len(chunks) in (12, 13) or lane.watch() >= 2.0
-        assert lane.decoder.settled >= 1 or lane.decoder.closed
+    (a, b), _ = lanes((60, 0.02), (60, 0.02))
+    order = [lane.name for lane, _ in race([a, b])]
+    turns = [len(list(group)) for _, group in groupby(order)]
+    assert all(12 <= n <= 14 for n in turns[:-4]) and min(a.decoder.settled, b.decoder.settled) >= len(turns) // 2
 
 
 def test_closing_a_race_closes_every_reply():
     (a, b), _ = lanes((100, 0.1), (100, 0.1))
     running = race([a, b])
-    next(running), next(running)
+    for _ in range(10):
+        next(running)
     running.close()
     assert a.decoder.closed and b.decoder.closed
 
@@ -88,8 +90,8 @@ def test_replies_that_take_turns_are_those_of_runs_by_themselves():
         found[name] = Lane(name, Decoder(p, tiny.PROMPT, Options(max_tokens=60, num_draft_tokens=k), clock=watch), watch)
     ids = {name: [] for name in found}
     began = time.perf_counter()
-    for lane, chunks in race(list(found.values()), slice_s=0.01):
-        ids[lane.name] += [t.id for chunk in chunks for t in chunk.tokens]
+    for lane, chunk in race(list(found.values()), slice_s=0.01):
+        ids[lane.name] += [t.id for t in chunk.tokens]
     took = time.perf_counter() - began
     expected = plain(p.target, tiny.PROMPT, 60)
     assert ids == {"plain": expected, "speculative": expected}
