@@ -1,14 +1,17 @@
 """What several test files share: plain decoding by mlx-lm as the yardstick, and a tiny pair."""
 
 import random
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import tiny
 from mlx_lm.generate import generate_step
 
-from mlx_spec.drafters.heads import Heads, HeadsArgs
-from mlx_spec.drafters.mlp import Mlp, MlpArgs
+from mlx_spec.drafters.heads import Heads, HeadsArgs, HeadsDrafter
+from mlx_spec.drafters.mlp import Mlp, MlpArgs, MlpDrafter
 from mlx_spec.engine import Decoder
 from mlx_spec.hidden import trunk
 from mlx_spec.pairs import Pair
@@ -61,6 +64,44 @@ def _with_ids(draft, rows, vocab, seed):
     return draft
 
 
+class Guided:
+    """A drafter whose tokens are overruled: some are the stream's, the next one is not. Nothing else of it is changed, so
+    that a random draft comes to every accepted count. Without a stream it is the drafter that it is made of."""
+
+    def propose(self, state, plan, choose):
+        if self.stream is None:
+            return super().propose(state, plan, choose)
+        right = state.length * 5 // 3 % (plan.num_draft_tokens + 1)
+
+        def guided(logits, drafted):
+            token = mx.take(self.stream, state.length + len(drafted))
+            return mx.where(len(drafted) < right, token, (token + 1) % logits.shape[-1]), choose(logits, drafted)[1]
+
+        return super().propose(state, plan, guided)
+
+    @property
+    def signature(self):
+        return super().signature, id(self.stream)
+
+
+@dataclass(frozen=True, eq=False)
+class GuidedHeads(Guided, HeadsDrafter):
+    stream: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class GuidedMlp(Guided, MlpDrafter):
+    stream: Any = None
+
+
+def guided(pair, text):
+    """The pair's own drafter, led along the ids of a text."""
+    stream = mx.array([*text, *[0] * 64], dtype=mx.uint32)
+    if isinstance(pair.draft, Mlp):
+        return GuidedMlp(pair.draft, pair.vocab_size, stream)
+    return GuidedHeads(pair.draft, pair.draft_profile.layers, pair.vocab_size, stream)
+
+
 @lru_cache(maxsize=None)
 def text_pair(draft="noisy"):
     """A tiny llama pair with the byte tokenizer."""
@@ -85,3 +126,20 @@ class Scripted:
     def choose(self):
         self.i += 1
         return self.ks[self.i % len(self.ks)]
+
+
+class Counting:
+    """A penalty that counts for itself: each call is one more token of the reply."""
+
+    def __init__(self):
+        self.counts, self.last = {}, None
+
+    def __call__(self, tokens, logits):
+        newest = int(tokens[-1])
+        if self.last is not None:
+            self.counts[newest] = self.counts.get(newest, 0) + 1
+        self.last = newest
+        penalty = np.zeros(logits.shape, np.float32)
+        for i, n in self.counts.items():
+            penalty[0, i] = 0.8 * n + 0.8
+        return logits - mx.array(penalty)

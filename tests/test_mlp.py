@@ -1,11 +1,7 @@
-"""The multi-head speculator: its formula, its place in a round, and what training sees of it."""
+"""The multi-head speculator: its formula and its place in a round. What training sees of it: test_unroll.py."""
 
 import math
-from functools import lru_cache
-
 import mlx.core as mx
-import mlx.nn as nn
-import mlx.optimizers as optim
 import numpy as np
 import pytest
 import tiny
@@ -13,11 +9,8 @@ from helpers import Scripted, decode, mlp, pair, plain
 from mlx.utils import tree_flatten
 
 from mlx_spec.drafters.mlp import Mlp, MlpArgs
-from mlx_spec.engine import Decoder
 from mlx_spec.errors import PairError
-from mlx_spec.hidden import Inside
 from mlx_spec.pairs import Pair
-from mlx_spec.types import Options
 
 N = 48
 KINDS = ("mlp", "reduced mlp")
@@ -116,58 +109,6 @@ def test_a_later_turn_goes_on_with_the_state_of_the_last_one():
     longer = tiny.PROMPT + ids + list(b" and")
     assert len(memory.draft[1]) == 1
     assert decode(loaded, longer, memory=memory, max_tokens=16)[1] == plain(loaded.target, longer, 16)
-
-
-# --- against training
-
-
-@lru_cache(maxsize=None)
-def learnt(kind):
-    """A pair whose speculator knows one text of its target by heart, and the text."""
-    target = tiny.make("llama")
-    text = tiny.PROMPT + plain(target, tiny.PROMPT, N)
-    draft = mlp(target, vocab=None if kind == "mlp" else 200)
-    loaded = Pair(target, draft)
-    tokens, states = mx.array([text]), Inside(target).states(mx.array([text]))
-    place = {t: i for i, t in enumerate(draft.ids.tolist())}
-    wanted = mx.array([place.get(t, 0) for t in text])
-
-    def loss(draft):
-        outs = draft.unroll(tokens, states, 3)
-        return sum(nn.losses.cross_entropy(draft.logits(o, s)[0, : -1 - s], wanted[1 + s :], reduction="mean")
-                   for s, o in enumerate(outs))
-
-    optimizer, step = optim.Adam(learning_rate=0.01), nn.value_and_grad(draft, loss)
-    for _ in range(25):
-        optimizer.update(draft, step(draft)[1])
-        mx.eval(draft.parameters(), optimizer.state)
-    return loaded, text
-
-
-def accepted_by(draft, target, text, k):
-    """How many drafts stand in each round that writes the text, from what training computes."""
-    outs = draft.unroll(mx.array([text]), Inside(target).states(mx.array([text])), k)
-    best = [draft.ids[mx.argmax(draft.logits(o, s), axis=-1)][0].tolist() for s, o in enumerate(outs)]
-    at, found = len(tiny.PROMPT) - 1, []
-    while at < len(text) - 1:
-        room = min(k, len(text) - at - 2)
-        stands = next((s for s in range(room) if best[s][at] != text[at + 1 + s]), room)
-        found.append(stands)
-        at += stands + 1
-    return found
-
-
-@pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_drafted_in_a_reply_is_what_was_trained(kind, run_ahead):
-    loaded, text = learnt(kind)
-    options = Options(max_tokens=N, num_draft_tokens=3)
-    rounds = [c.tokens for c in Decoder(loaded, tiny.PROMPT, options, run_ahead=run_ahead).chunks()]
-    wanted = accepted_by(loaded.draft, loaded.target, text, 3)
-    assert [t.id for r in rounds for t in r] == text[len(tiny.PROMPT) :]
-    # The last round of a reply may draft more than fits.
-    assert [sum(t.origin == "accepted" for t in r) for r in rounds[:-1]] == wanted[:-1]
-    assert 0.4 * N < sum(wanted) < 0.8 * N
 
 
 # --- what does not fit

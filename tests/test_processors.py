@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny
-from helpers import decode, pair, plain, text_pair
+from helpers import Counting, decode, pair, plain, text_pair
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_spec
@@ -49,23 +49,6 @@ def test_a_processor_sees_the_whole_prompt_and_every_kept_token_once(k):
     _, ids = decode(pair(), [2, 5, 7, 9], max_tokens=12, num_draft_tokens=k, prefill_step_size=2, logits_processors=[recorder])
     text = [2, 5, 7, 9, *ids]
     assert recorder.seen[:12] == [text[: 4 + i] for i in range(12)]
-
-
-class Counting:
-    """A penalty that counts for itself: each call is one more token of the reply."""
-
-    def __init__(self):
-        self.counts, self.last = {}, None
-
-    def __call__(self, tokens, logits):
-        newest = int(tokens[-1])
-        if self.last is not None:
-            self.counts[newest] = self.counts.get(newest, 0) + 1
-        self.last = newest
-        penalty = np.zeros(logits.shape, np.float32)
-        for i, n in self.counts.items():
-            penalty[0, i] = 0.8 * n + 0.8
-        return logits - mx.array(penalty)
 
 
 @pytest.mark.parametrize("k", [2, 8, 48])
