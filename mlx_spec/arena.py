@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 from .engine import Decoder
 from .errors import SpecError
@@ -28,7 +28,8 @@ UPDATE_S = 0.08  # between two views of one reply
 
 @dataclass
 class View:
-    """One lane as it is now. used_s: device time so far; trail: (used_s, tokens) over time."""
+    """One lane as it is now. pieces: text and the tokens it was made of, one token where they can be
+    told apart; used_s: device time so far; trail: (used_s, tokens) over time."""
 
     name: str
     pieces: list[tuple[str, tuple[Token, ...]]] = field(default_factory=list)
@@ -45,17 +46,40 @@ class View:
     def ids(self) -> list[int]:
         return [t.id for _, tokens in self.pieces for t in tokens]
 
-    def add(self, chunk: Chunk, used_s: float) -> None:
-        if chunk.text or chunk.tokens:
+    def add(self, chunk: Chunk, used_s: float, texts: Sequence[str] | None = None) -> None:
+        """texts: of each of the chunk's tokens, where they are known."""
+        if texts is not None:
+            self.pieces.extend((text, (token,)) for text, token in zip(texts, chunk.tokens))
+        elif chunk.text or chunk.tokens:
             self.pieces.append((chunk.text, chunk.tokens))
         self.stats, self.used_s = chunk.stats, used_s
         self.finish_reason = chunk.finish_reason or self.finish_reason
         self.trail.append((used_s, chunk.stats.generation_tokens))
 
 
+class Speller:
+    """The text of each token by itself, for chunks give one of all. A character made of several
+    tokens belongs to its last."""
+
+    def __init__(self, tokenizer: Any):
+        self._detokenizer = tokenizer.detokenizer
+
+    def texts(self, chunk: Chunk) -> list[str] | None:
+        """None where they do not add up to the chunk's text."""
+        texts = []
+        for token in chunk.tokens:
+            self._detokenizer.add_token(token.id)
+            texts.append(self._detokenizer.last_segment)
+        if chunk.finish_reason and texts:
+            self._detokenizer.finalize()
+            texts[-1] += self._detokenizer.last_segment
+        return texts if "".join(texts) == chunk.text else None
+
+
 @dataclass
 class Reply:
-    """A turn's answer so far. verdict: of a finished race, where the texts can be compared."""
+    """A turn's answer so far. verdict: of a finished race, where the texts can be compared; thinks:
+    the prompt already ends inside a thinking block."""
 
     lanes: dict[str, View]
     options: Options
@@ -63,6 +87,7 @@ class Reply:
     notes: tuple[str, ...] = ()
     verdict: Verdict | None = None
     done: bool = False
+    thinks: bool = False
 
     def now(self) -> Reply:
         """As it is at this moment, which later chunks do not change."""
@@ -150,8 +175,9 @@ class Arena:
         ids, notes = encode(pair.tokenizer, [*start, *said], vocab_size=pair.vocab_size)
         lanes = [self._lane(name, session, ids, options.but(should_cancel=job.cancelled)) for name in MODES[mode]]
         reply = Reply({lane.name: View(lane.name) for lane in lanes}, options, options.seed, (*pair.notes, *notes))
+        reply.thinks = pair.tokenizer.decode(ids[-4:]).rstrip().endswith("<think>")
         try:
-            self._run(job, lanes, reply)
+            self._run(job, lanes, reply, {lane.name: Speller(pair.tokenizer) for lane in lanes})
             if len(lanes) == 2 and reply.comparable and not job.cancelled():
                 plain, drafted = (reply.lanes[name].ids for name in MODES[mode])
                 reply.verdict = compare(pair, ids, plain, drafted, options, reply.seed)
@@ -170,10 +196,10 @@ class Arena:
         memory = recall(session.memories.pop(name, None), self.pair, ids, drafting=options.num_draft_tokens > 0)
         return Lane(name, Decoder(self.pair, ids, options, memory=memory, clock=watch), watch)
 
-    def _run(self, job: Job, lanes: list[Lane], reply: Reply) -> None:
+    def _run(self, job: Job, lanes: list[Lane], reply: Reply, spellers: dict[str, Speller]) -> None:
         told = 0.0
         for lane, chunk in race(lanes):
-            reply.lanes[lane.name].add(chunk, lane.watch())
+            reply.lanes[lane.name].add(chunk, lane.watch(), spellers[lane.name].texts(chunk))
             if time.monotonic() - told >= UPDATE_S:
                 told = time.monotonic()
                 job.tell(reply.now())

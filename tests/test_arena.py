@@ -145,3 +145,12 @@ def test_a_view_that_was_told_is_not_changed_by_what_comes_later(arena):
     replies = arena.answer(Session(), "hello", "race", dict(max_tokens=60)).result()
     sizes = [len(r.lanes[PLAIN].ids) for r in replies]
     assert sizes == sorted(sizes)
+
+
+def test_each_token_has_its_own_text_and_together_they_are_the_reply(arena):
+    reply = ask(arena, Session(), max_tokens=60)
+    for view in reply.lanes.values():
+        alone = [(text, tokens[0]) for text, tokens in view.pieces if len(tokens) == 1]
+        assert len(alone) >= 0.8 * len(view.ids) and len(view.ids) == view.stats.generation_tokens
+        decoded = arena.pair.tokenizer.decode(view.ids)
+        assert view.text == decoded

@@ -1,0 +1,326 @@
+"""The local chat page: plain and speculative decoding race in the browser.
+
+Widgets and what connects them. What is shown is made in mlx_spec/page, what is decoded in
+mlx_spec/arena.py; MLX is not imported before the page is up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from typing import Any, Iterator, Sequence
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import, which reads it
+
+import gradio as gr  # noqa: E402
+import pandas as pd  # noqa: E402
+
+from mlx_spec.errors import PairError, SpecError  # noqa: E402
+from mlx_spec.names import catalogue, find  # noqa: E402
+from mlx_spec.page import look, numbers, text  # noqa: E402
+from mlx_spec.page.stage import Stage, Visitor, best_pair  # noqa: E402
+from mlx_spec.types import VERIFY_RULES  # noqa: E402
+
+MODES = ("race", "speculative", "plain")
+LANES = (numbers.PLAIN, numbers.SPECULATIVE)
+PLOT_S = 1.0  # between two drawings of the plots
+MATHS = [{"left": "$$", "right": "$$", "display": True}]
+COLOURS = {numbers.PLAIN: "#94a3b8", numbers.SPECULATIVE: "#16a34a"}
+OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "num_draft_tokens", "verify")
+WHOLE = ("top_k", "max_tokens", "num_draft_tokens")
+
+
+class Page:
+    """The widgets by name, and what happens when they are used. Every visitor has a Visitor."""
+
+    def __init__(self, stage: Stage):
+        self.stage, self.visitors = stage, {}
+        with gr.Blocks(title="mlx_spec", analytics_enabled=False) as self.blocks:
+            self.visitor = gr.State(Visitor(), delete_callback=Visitor.clear)
+            self._build_race()
+            self._build_settings()
+            self._connect()
+        self.blocks.queue(default_concurrency_limit=None)  # the worker has the line, and stop never waits in it
+
+    # what is on the page
+
+    def _build_race(self) -> None:
+        gr.HTML('<div id="title"><b>mlx_spec</b><span>the same text, sooner: plain and speculative decoding side by side</span></div>')
+        self.banner = gr.HTML(self.banner_html)
+        self.history = gr.HTML(elem_id="history")
+        self.verdict = gr.HTML(elem_id="verdict")
+        self.columns, self.replies, self.answers = {}, {}, {}
+        with gr.Row(elem_id="race", equal_height=True):
+            for name in LANES:
+                with gr.Column(elem_classes="column", elem_id=name) as self.columns[name]:
+                    self.replies[name] = gr.HTML(numbers.head_html(name, None, 4) + '<div class="reply"></div>')
+                    self.answers[name] = gr.Markdown(sanitize_html=True, latex_delimiters=MATHS, line_breaks=True,
+                                                     visible=False, elem_classes="answer")
+        with gr.Row():
+            self.mode = gr.Radio(MODES, value="race", show_label=False, container=False, scale=3, elem_id="mode")
+            self.formatted = gr.Checkbox(label="formatted", container=False, scale=1, min_width=110, elem_id="formatted")
+        gr.HTML(look.LEGEND)
+        with gr.Row(equal_height=True):
+            self.box = gr.Textbox(placeholder="Ask something. Enter sends, Shift+Enter is a new line, Esc stops.", lines=1,
+                                  max_lines=8, show_label=False, container=False, scale=8, autofocus=True, elem_id="box")
+            self.send_button = gr.Button("Send", variant="primary", scale=1, min_width=80, elem_id="send")
+            self.stop_button = gr.Button("Stop", scale=1, min_width=80, elem_id="stop")
+        self.place = gr.HTML(elem_id="place")
+        with gr.Row():
+            self.retry_button, self.edit_button, self.clear_button = (
+                gr.Button(name, size="sm", min_width=80, elem_id=name.split()[0].lower())
+                for name in ("Retry (new seed)", "Edit last turn", "Clear"))
+        self.examples = {}
+        with gr.Accordion("Examples", open=False):
+            for group, prompts in look.EXAMPLES.items():
+                gr.Markdown(f"**{group}**")
+                with gr.Row():
+                    for prompt in prompts:
+                        self.examples[prompt] = gr.Button(prompt, size="sm", min_width=280)
+
+    def _build_settings(self) -> None:
+        with gr.Row():
+            self.over_time = gr.LinePlot(x="device seconds", y="tokens", color="column", color_map=COLOURS, height=230,
+                                         title="Tokens over device time", min_width=300)
+            self.by_position = gr.BarPlot(x="position", y="accepted", y_lim=[0, 1], height=230, min_width=300,
+                                          title="Accepted by position in the round")
+        with gr.Accordion("Settings", open=False):
+            self.system = gr.Textbox(label="System prompt", lines=2)
+            with gr.Row():
+                self.settings = [
+                    gr.Slider(0, 2, 0, step=0.05, label="Temperature (0: greedy)", min_width=200),
+                    gr.Slider(0, 1, 1, step=0.01, label="Top-p (1: off)", min_width=200),
+                    gr.Slider(0, 200, 0, step=1, label="Top-k (0: off)", min_width=200),
+                    gr.Slider(0, 1, 0, step=0.01, label="Min-p (0: off)", min_width=200),
+                    gr.Textbox(label="Seed (empty: a new one)", min_width=200),
+                    gr.Slider(1, 4096, 256, step=1, label="Max tokens", min_width=200),
+                    gr.Slider(0, 8, 4, step=1, label="k, drafted a round (0: plain)", min_width=200, elem_id="k"),
+                    gr.Dropdown(VERIFY_RULES, value="match", label="Rule at a temperature", min_width=200,
+                                info="match: both columns draw with one seed, so identity is checked"),
+                ]
+        with gr.Accordion("Models", open=False, elem_id="models"):
+            self.pair = gr.Dropdown([(_label(e), e.name) for e in catalogue()], value=None, label="Pairs by name", elem_id="pair")
+            with gr.Row():
+                self.target = gr.Textbox(label="or any target: owner/name or a folder", min_width=260, elem_id="target")
+                self.draft = gr.Textbox(label="and its draft (empty: none)", min_width=260, elem_id="draft")
+            with gr.Row():
+                self.load_button = gr.Button("Load", variant="primary", size="sm", elem_id="load")
+                self.cancel_button = gr.Button("Cancel", size="sm", elem_id="cancel")
+        with gr.Accordion("Result to copy", open=False):
+            self.row = gr.Code(label="Markdown", interactive=False, buttons=["copy"], wrap_lines=True)
+            self.json = gr.Code(label="JSON", interactive=False, language="json", buttons=["copy"])
+
+    def _connect(self) -> None:
+        wanted = [self.visitor, self.mode, self.system, *self.settings]
+        shown = [self.box, self.place, self.history, self.verdict, *self.columns.values(), *self.replies.values(),
+                 *self.answers.values(), self.over_time, self.by_position, self.row, self.json]
+        quiet = dict(show_progress="hidden", api_visibility="private")
+        gr.on([self.box.submit, self.send_button.click], self.send, [self.box, *wanted], shown,
+              api_name="send", show_progress="hidden")
+        self.retry_button.click(self.retry, wanted, shown, api_name="retry", show_progress="hidden")
+        for prompt, button in self.examples.items():
+            button.click(self._example(prompt), wanted, shown, **quiet)
+        self.stop_button.click(self.stop, self.visitor, None, api_name="stop", show_progress="hidden")
+        self.edit_button.click(self.edit, self.visitor, shown, api_name="edit", show_progress="hidden")
+        self.clear_button.click(self.clear, self.visitor, shown, api_name="clear", show_progress="hidden")
+        self.formatted.change(self.show_formatted, [self.formatted, self.visitor], shown, **quiet)
+        self.pair.input(lambda: ("", ""), None, [self.target, self.draft], **quiet)
+        self.load_button.click(self.load, [self.pair, self.target, self.draft], self.banner, api_name="load", show_progress="hidden")
+        self.cancel_button.click(self.cancel_load, None, self.banner, **quiet)
+        gr.Timer(1.0).tick(self.banner_html, None, self.banner, **quiet)
+        self.blocks.load(self.enter, self.visitor, None, **quiet)
+        self.blocks.unload(self.leave)
+
+    # visitors
+
+    def enter(self, visitor: Visitor, request: gr.Request) -> None:
+        self.visitors[request.session_hash] = visitor
+
+    def leave(self, request: gr.Request) -> None:
+        visitor = self.visitors.pop(request.session_hash, None)
+        if visitor is not None:
+            visitor.clear()
+
+    # a turn
+
+    def send(self, said: str, visitor: Visitor, mode: str, system: str, *settings: Any) -> Iterator[dict]:
+        said = text.clean(said or "")
+        if not said.strip():
+            yield {self.box: ""}
+            return
+        yield {self.box: "", self.place: ""}
+        yield from self._turn(said, visitor, mode, system, settings)
+
+    def retry(self, visitor: Visitor, mode: str, system: str, *settings: Any) -> Iterator[dict]:
+        said = visitor.take_back()
+        if said is None:
+            yield {self.place: ""}
+            return
+        new = [None if name == "seed" else value for name, value in zip(OPTIONS, settings)]
+        yield from self._turn(said, visitor, mode, system, new)
+
+    def _example(self, prompt: str) -> Any:
+        def example(*wanted: Any) -> Iterator[dict]:
+            yield from self.send(prompt, *wanted)
+
+        return example
+
+    def _turn(self, said: str, visitor: Visitor, mode: str, system: str, settings: Sequence[Any]) -> Iterator[dict]:
+        reply, drawn = None, 0.0
+        before = [*visitor.messages, {"role": "user", "content": said}]
+        try:
+            for event in self.stage.turn(visitor, said, mode, options_of(settings), text.clean(system or "")):
+                if isinstance(event, str):
+                    yield {self.place: place_html(event), self.history: text.history_html(before)}
+                    continue
+                first, reply = reply is None, event
+                update = self.reply_update(reply, visitor.formatted)
+                if first:
+                    before = [*visitor.messages, {"role": "user", "content": said}] if not reply.done else before
+                    update |= self._columns_for(reply) | {self.place: notes_html(reply), self.history: text.history_html(before)}
+                if reply.done or time.monotonic() - drawn >= PLOT_S:
+                    drawn = time.monotonic()
+                    update |= self._plots(reply)
+                yield update
+        except (ValueError, SpecError) as error:
+            yield {self.place: place_html(str(error), bad=True), **({} if reply else {self.box: said})}
+        except Exception as error:  # a model can fail in any way, and the page says so and lives on
+            yield {self.place: place_html(f"{type(error).__name__}: {error}", bad=True)}
+        else:
+            if reply is None and visitor.session is not None:  # stopped before its turn came
+                yield {self.place: "", self.box: said, self.history: text.history_html(visitor.messages)}
+
+    def reply_update(self, reply: Any, formatted: bool) -> dict:
+        update = {self.verdict: numbers.verdict_html(reply)}
+        for name in LANES:
+            view = reply.lanes.get(name) if reply is not None else None
+            head = numbers.head_html(name, view, reply.options.num_draft_tokens if reply is not None else 4)
+            if view is None or not formatted:
+                made = text.tokens_html(view.pieces) if view is not None else ""
+                update[self.replies[name]] = f'{head}<div class="reply"><div>{made}</div></div>'
+                update[self.answers[name]] = gr.update(visible=False)
+                continue
+            thought, answer, finished = text.split_thinking(view.text, reply.thinks)
+            block = "" if thought is None else text.thought_html(thought, finished)
+            update[self.replies[name]] = head + block
+            update[self.answers[name]] = gr.update(value=text.markdown(answer), visible=True)
+        return update
+
+    def _columns_for(self, reply: Any) -> dict:
+        return {self.columns[name]: gr.update(visible=name in reply.lanes) for name in LANES}
+
+    def _plots(self, reply: Any) -> dict:
+        trail = pd.DataFrame(numbers.trail_rows(reply), columns=["device seconds", "tokens", "column"])
+        bars = pd.DataFrame(numbers.acceptance_rows(reply), columns=["position", "accepted"])
+        update = {self.over_time: trail, self.by_position: bars}
+        if reply.done:
+            found = numbers.record(reply, self.stage.pair_name)
+            update |= {self.row: numbers.row_markdown(found), self.json: numbers.row_json(found)}
+        return update
+
+    def stop(self, visitor: Visitor) -> None:
+        visitor.stop()
+
+    def edit(self, visitor: Visitor) -> dict:
+        said = visitor.take_back()
+        if said is None:
+            return {self.place: ""}
+        visitor.reply = None
+        return self._emptied(visitor) | {self.box: said}
+
+    def clear(self, visitor: Visitor) -> dict:
+        visitor.clear()
+        return self._emptied(visitor)
+
+    def _emptied(self, visitor: Visitor) -> dict:
+        return self.reply_update(None, False) | {self.history: text.history_html(visitor.messages), self.place: "",
+                                                 self.over_time: None, self.by_position: None, self.row: "", self.json: ""}
+
+    def show_formatted(self, formatted: bool, visitor: Visitor) -> dict:
+        visitor.formatted = formatted
+        return self.reply_update(visitor.reply, formatted)
+
+    # pairs
+
+    def load(self, pair: str | None, target: str, draft: str) -> str:
+        target, draft = (target or "").strip(), (draft or "").strip()
+        if target or pair:
+            self.stage.load(target or pair, draft or None)
+        return self.banner_html()
+
+    def cancel_load(self) -> str:
+        self.stage.cancel()
+        return self.banner_html()
+
+    def banner_html(self) -> str:
+        bar = "<progress></progress>" if self.stage.kind == "loading" else ""
+        return f'<div class="banner {self.stage.kind}">{text.escape(self.stage.status)}{bar}</div>'
+
+
+def _label(entry: Any) -> str:
+    return f"{entry.name} · {entry.size_bytes / 1e9:.1f} GB · {'here' if entry.on_disk else 'download'} · {entry.note}"
+
+
+def options_of(settings: Sequence[Any]) -> dict[str, Any]:
+    """Options from the widgets' values. Raises ValueError for a seed that is no number."""
+    options = dict(zip(OPTIONS, settings))
+    seed = str(options["seed"] if options["seed"] is not None else "").strip()
+    if seed and not seed.isdecimal():
+        raise ValueError(f"seed must be a whole number, or empty for a new one; got {seed!r}")
+    return options | {name: int(options[name]) for name in WHOLE} | {"seed": int(seed) if seed else None}
+
+
+def place_html(said: str, bad: bool = False) -> str:
+    return f'<div class="place{" bad" if bad else ""}" role="status">{text.escape(" ".join(said.split()))}</div>'
+
+
+def notes_html(reply: Any) -> str:
+    return place_html(" · ".join(reply.notes)) if reply.notes else ""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="app.py", description="Plain and speculative decoding race in the browser.")
+    made.add_argument("--pair", metavar="NAME", help="a pair by name, see `mlx_spec pairs` (default: the largest one on this machine)")
+    made.add_argument("--target", metavar="MODEL", help="the model that answers: owner/name on the hub, or a folder")
+    made.add_argument("--draft", metavar="MODEL", help="the model that proposes (default: the pair's; with --target, none)")
+    made.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    made.add_argument("--port", type=int, metavar="N", help="port (default: the first free one from 7860)")
+    made.add_argument("--no-browser", action="store_true", help="don't open a browser")
+    return made
+
+
+def serve(page: Page, host: str = "127.0.0.1", port: int | None = None) -> str:
+    """Starts the server and returns its address; whoever calls decides how long it runs."""
+    _, address, _ = page.blocks.launch(
+        server_name=host, server_port=port, share=False, prevent_thread_lock=True, quiet=True, inbrowser=False,
+        css=look.CSS, head=look.HEAD, theme=gr.themes.Soft(primary_hue="emerald", font=["system-ui", "sans-serif"],
+                                                           font_mono=["ui-monospace", "monospace"]),
+        footer_links=[], ssr_mode=False, run_history=False)
+    return address
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    if args.pair and find(args.pair) is None:
+        raise PairError(f"no pair has the name {args.pair!r}; pairs are: {', '.join(e.name for e in catalogue())}")
+    stage = Stage()
+    page = Page(stage)
+    address = serve(page, args.host, args.port)
+    print(f"mlx_spec: {address}  (Ctrl-C ends it)", flush=True)
+    stage.load(args.target or args.pair or best_pair(), args.draft)
+    if not args.no_browser:
+        import webbrowser
+
+        webbrowser.open(address)
+    try:
+        page.blocks.block_thread()
+    except (KeyboardInterrupt, OSError):
+        pass
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (SpecError, ValueError, OSError) as error:
+        raise SystemExit(f"app.py: error: {' '.join(str(error).split())}")

@@ -1,0 +1,199 @@
+"""What all visitors share, the pair and what is being loaded, and what each has to himself.
+
+Models are fetched in a thread of their own, so that the pair from before answers meanwhile; all
+else is the arena's. MLX is imported with the first pair, not before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any, Callable, Iterator
+
+from ..errors import SpecError
+from ..names import catalogue, find, locate
+
+WAIT_S = 0.25  # between two looks at the line
+CANCELLED = "loading was cancelled"
+
+
+class Visitor:
+    """One browser tab: its conversation, its last reply, how it wants to see it."""
+
+    def __init__(self) -> None:
+        self.session: Any = None
+        self.reply: Any = None
+        self.formatted = False
+        self.stopped = False
+        self.busy = threading.Lock()
+
+    def __deepcopy__(self, memo: dict) -> Visitor:
+        return Visitor()  # each tab's begins empty
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return list(self.session.messages) if self.session is not None else []
+
+    def stop(self) -> None:
+        self.stopped = True
+        if self.session is not None:
+            self.session.stop()
+
+    def clear(self) -> None:
+        """At once: a reply under way belongs to the conversation that is left behind."""
+        self.stop()
+        self.session = self.reply = None
+
+    def take_back(self) -> str | None:
+        """Stop, and take the last user turn out of the conversation."""
+        self.stop()
+        with self.busy:
+            return self.session.last_turn() if self.session is not None else None
+
+
+class Loading:
+    def __init__(self, name: str):
+        self.name, self.job, self._cancelled = name, None, threading.Event()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        if self.job is not None:
+            self.job.cancel()
+
+    def check(self) -> None:
+        if self._cancelled.is_set():
+            raise SpecError(CANCELLED)
+
+
+class Stage:
+    """arena: None until the first pair is loaded. kind: of the status, loading, ready or bad."""
+
+    def __init__(self, arena: Any = None, fetch: Callable[..., None] | None = None):
+        self.arena, self._fetch = arena, fetch or fetch_models
+        self.kind, self.status, self.pair_name = "bad", "no pair is loaded", ""
+        self._loading: Loading | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def loading(self) -> bool:
+        return self._loading is not None
+
+    @property
+    def ready(self) -> bool:
+        return self.arena is not None and self.arena.pair is not None
+
+    def load(self, target: str, draft: str | None = None) -> threading.Thread:
+        """In place of what is being loaded now. The thread ends with it."""
+        self.cancel()
+        loading = Loading(f"{target} with {draft}" if draft else target)
+        self._loading = loading
+        self._say(loading, "loading", f"loading {loading.name} …")
+        thread = threading.Thread(target=self._load, args=(loading, target, draft), daemon=True)
+        thread.start()
+        return thread
+
+    def cancel(self) -> None:
+        if self._loading is not None:
+            self._loading.cancel()
+
+    def _say(self, loading: Loading, kind: str, status: str) -> None:
+        if self._loading is loading:
+            self.kind, self.status = kind, " ".join(status.split())
+
+    def _load(self, loading: Loading, target: str, draft: str | None) -> None:
+        def progress(done: int, total: int) -> None:
+            loading.check()
+            share = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB ({done / total:.0%})" if total else f"{done / 1e6:.0f} MB"
+            self._say(loading, "loading", f"fetching {loading.name}: {share}")
+
+        try:
+            self._fetch(target, draft, progress)
+            loading.check()
+            self._say(loading, "loading", f"loading {loading.name} …")
+            loading.job = self._arena().prepare(target, draft)
+            loading.check()
+            pairs = [event for event in loading.job.events() if not isinstance(event, tuple)]
+            if not pairs:
+                raise SpecError(CANCELLED)
+            self.pair_name = loading.name
+            self._say(loading, "ready", " · ".join((f"{loading.name} is ready", *pairs[-1].notes)))
+        except Exception as error:  # whatever a model's files can do; the page lives on
+            self._failed(loading, error)
+        finally:
+            if self._loading is loading:
+                self._loading = None
+
+    def _failed(self, loading: Loading, error: Exception) -> None:
+        if loading.job is not None:
+            loading.job.cancel()
+        reason = str(error) if isinstance(error, (SpecError, ValueError)) else f"{type(error).__name__}: {error}"
+        still = f" · {self.pair_name} still answers" if self.ready and "still answers" not in reason else ""
+        self._say(loading, "bad", f"{reason}{still}")
+
+    def _arena(self) -> Any:
+        with self._lock:
+            if self.arena is None:
+                from ..arena import Arena
+
+                self.arena = Arena()
+            return self.arena
+
+    def turn(self, visitor: Visitor, text: str, mode: str, options: dict[str, Any], system: str) -> Iterator[Any]:
+        """A Reply again and again, or a string while it waits. What this visitor has under way is
+        stopped first. Raises ValueError and SpecError, one line each."""
+        visitor.stop()
+        with visitor.busy:
+            visitor.stopped, visitor.reply = False, None
+            yield from self._wait(visitor)
+            if visitor.stopped:
+                return
+            if visitor.session is None:
+                from ..arena import Session
+
+                visitor.session = Session()
+            session = visitor.session
+            job = self.arena.answer(session, text, mode, options, system)
+            try:
+                yield from self._follow(visitor, session, job)
+            finally:
+                job.cancel()
+
+    def _wait(self, visitor: Visitor) -> Iterator[str]:
+        while not self.ready and not visitor.stopped:
+            if not self.loading:
+                raise SpecError("no pair is loaded: choose one below")
+            yield "waiting for the pair"
+            time.sleep(WAIT_S)
+
+    def _follow(self, visitor: Visitor, session: Any, job: Any) -> Iterator[Any]:
+        for event in job.events(timeout=WAIT_S):
+            if visitor.session is not session:
+                return  # cleared
+            if event is not None:
+                visitor.reply = event
+                yield event
+            elif job.place:
+                if visitor.stopped:
+                    return  # it never started
+                yield f"{job.place} before you"
+
+
+def fetch_models(target: str, draft: str | None, on_progress: Callable[[int, int], None]) -> None:
+    """What is not on this machine yet. A draft that can't be had is for the loading to report."""
+    locate(target, on_progress=on_progress)
+    entry = find(target)
+    other = draft or (entry and entry.draft_name)
+    if other and other != "self":
+        try:
+            locate(other, on_progress=on_progress)
+        except SpecError as error:
+            if str(error) == CANCELLED:
+                raise
+
+
+def best_pair() -> str:
+    """The largest pair that is on this machine and fits it; else the smallest there is."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fitting = [entry.name for entry in catalogue() if entry.on_disk and entry.memory_bytes <= memory]
+    return fitting[-1] if fitting else "demo"
