@@ -62,14 +62,15 @@ class Page:
             self.formatted = gr.Checkbox(label="formatted", container=False, scale=1, min_width=110, elem_id="formatted")
         gr.HTML(look.LEGEND)
         with gr.Row(equal_height=True):
-            self.box = gr.Textbox(placeholder="Ask something. Enter sends, Shift+Enter is a new line, Esc stops.", lines=1,
-                                  max_lines=8, show_label=False, container=False, scale=8, autofocus=True, elem_id="box")
+            self.box = gr.Textbox(placeholder="Ask something. Enter sends, Esc stops.", lines=1,
+                                  max_lines=8, show_label=False, container=False, scale=8, autofocus=True, min_width=280,
+                                  elem_id="box")
             self.send_button = gr.Button("Send", variant="primary", scale=1, min_width=80, elem_id="send")
             self.stop_button = gr.Button("Stop", scale=1, min_width=80, elem_id="stop")
         self.place = gr.HTML(elem_id="place")
         with gr.Row():
             self.retry_button, self.edit_button, self.clear_button = (
-                gr.Button(name, size="sm", min_width=80, elem_id=name.split()[0].lower())
+                gr.Button(name, size="sm", min_width=120, scale=0, elem_id=name.split()[0].lower())
                 for name in ("Retry (new seed)", "Edit last turn", "Clear"))
         self.examples = {}
         with gr.Accordion("Examples", open=False):
@@ -83,7 +84,7 @@ class Page:
         with gr.Row():
             self.over_time = gr.LinePlot(x="device seconds", y="tokens", color="column", color_map=COLOURS, height=230,
                                          title="Tokens over device time", min_width=300)
-            self.by_position = gr.BarPlot(x="position", y="accepted", y_lim=[0, 1], height=230, min_width=300,
+            self.by_position = gr.BarPlot(x="position", y="% accepted", y_lim=[0, 100], height=230, min_width=300,
                                           title="Accepted by position in the round")
         with gr.Accordion("Settings", open=False):
             self.system = gr.Textbox(label="System prompt", lines=2)
@@ -178,7 +179,7 @@ class Page:
                 update = self.reply_update(reply, visitor.formatted)
                 if first:
                     before = [*visitor.messages, {"role": "user", "content": said}] if not reply.done else before
-                    update |= self._columns_for(reply) | {self.place: notes_html(reply), self.history: text.history_html(before)}
+                    update |= self._columns_for(reply) | {self.place: self._notes(reply), self.history: text.history_html(before)}
                 if reply.done or time.monotonic() - drawn >= PLOT_S:
                     drawn = time.monotonic()
                     update |= self._plots(reply)
@@ -212,12 +213,17 @@ class Page:
 
     def _plots(self, reply: Any) -> dict:
         trail = pd.DataFrame(numbers.trail_rows(reply), columns=["device seconds", "tokens", "column"])
-        bars = pd.DataFrame(numbers.acceptance_rows(reply), columns=["position", "accepted"])
+        bars = pd.DataFrame(numbers.acceptance_rows(reply), columns=["position", "% accepted"])
         update = {self.over_time: trail, self.by_position: bars}
         if reply.done:
             found = numbers.record(reply, self.stage.pair_name)
             update |= {self.row: numbers.row_markdown(found), self.json: numbers.row_json(found)}
         return update
+
+    def _notes(self, reply: Any) -> str:
+        """Those that the banner does not show already."""
+        notes = [note for note in reply.notes if note not in self.stage.status]
+        return place_html(" · ".join(notes)) if notes else ""
 
     def stop(self, visitor: Visitor) -> None:
         visitor.stop()
@@ -273,10 +279,6 @@ def options_of(settings: Sequence[Any]) -> dict[str, Any]:
 
 def place_html(said: str, bad: bool = False) -> str:
     return f'<div class="place{" bad" if bad else ""}" role="status">{text.escape(" ".join(said.split()))}</div>'
-
-
-def notes_html(reply: Any) -> str:
-    return place_html(" · ".join(reply.notes)) if reply.notes else ""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -154,6 +154,9 @@ class Arena:
 
         return self.worker.ask(work)
 
+    def session(self) -> Session:
+        return Session()
+
     def answer(self, session: Session, text: str, mode: str, options: dict[str, Any], system: str = "") -> Job:
         """Events: a Reply again and again, the last one done. The turn joins the session when it
         ends, however it ends. Raises ValueError for a wrong option or an empty turn."""

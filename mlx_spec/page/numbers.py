@@ -84,10 +84,10 @@ def trail_rows(reply: Any, most: int = 150) -> list[tuple[float, int, str]]:
 
 
 def acceptance_rows(reply: Any) -> list[tuple[str, float]]:
-    """(position in the round, accepted / drafted there)."""
+    """(position in the round, percent accepted of what was drafted there)."""
     view = reply.lanes.get(SPECULATIVE)
     counts = zip(view.stats.drafted_by_position, view.stats.accepted_by_position) if view else ()
-    return [(str(i + 1), round(accepted / drafted, 4)) for i, (drafted, accepted) in enumerate(counts) if drafted]
+    return [(str(i + 1), round(100 * accepted / drafted, 1)) for i, (drafted, accepted) in enumerate(counts) if drafted]
 
 
 @lru_cache(maxsize=1)

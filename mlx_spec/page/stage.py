@@ -148,11 +148,7 @@ class Stage:
             yield from self._wait(visitor)
             if visitor.stopped:
                 return
-            if visitor.session is None:
-                from ..arena import Session
-
-                visitor.session = Session()
-            session = visitor.session
+            session = visitor.session = visitor.session or self.arena.session()
             job = self.arena.answer(session, text, mode, options, system)
             try:
                 yield from self._follow(visitor, session, job)

@@ -16,6 +16,7 @@ FENCE = re.compile(r"\s*(`{3,}|~{3,})")
 # Code within a paragraph, and maths, in which angle brackets and backslashes are themselves.
 SPAN = re.compile(r"(?<![`\\])(`+)(?!`)(?:(?!\n\s*\n).)+?(?<!`)\1(?!`)|\$\$.+?\$\$", re.DOTALL)
 UNSAFE_LINK = re.compile(r"\]\((?!\s*(?:https?://|mailto:|#))")
+ESCAPED = re.compile(r"(?<!\\)\\([<&])")
 REFERENCE = re.compile(r"^(\s*)\[([^\]\n]+)\]:", re.MULTILINE)
 
 
@@ -51,7 +52,7 @@ def split_thinking(text: str, thinks: bool = False) -> tuple[str | None, str, bo
     opened = body.startswith(OPEN)
     if opened:
         text = body[len(OPEN):]
-    end = _closing(text)
+    end = _closing(text, opened or thinks)
     if end is not None:
         return text[:end].strip(), text[end + len(CLOSE):].lstrip(), True
     if opened or thinks:
@@ -59,14 +60,14 @@ def split_thinking(text: str, thinks: bool = False) -> tuple[str | None, str, bo
     return None, text, True
 
 
-def _closing(text: str) -> int | None:
+def _closing(text: str, opened: bool) -> int | None:
     at = 0
     for kind, part in _parts(text):
         if kind == "text" and CLOSE in part:
             return at + part.index(CLOSE)
         at += len(part)
     # A thought cut off in its code closes on a line of its own.
-    alone = re.search(rf"^{CLOSE}", text, re.MULTILINE)
+    alone = re.search(rf"^{CLOSE}", text, re.MULTILINE) if opened else None
     return alone.start() if alone and _open_fence(text[: alone.start()]) else None
 
 
@@ -90,8 +91,9 @@ def _safe(kind: str, part: str) -> str:
         return part
     if kind == "maths":
         return part.replace("<", r"\lt ").replace(">", r"\gt ")
-    part = part.replace("&", "&amp;").replace("<", "&lt;").replace("![", r"!\[")
-    return REFERENCE.sub(r"\1\[\2]:", UNSAFE_LINK.sub(r"\\](", part))
+    # Entities, because a backslash could meet another one before it.
+    part = ESCAPED.sub(r"\1", part).replace("&", "&amp;").replace("<", "&lt;").replace("![", "&#33;[")
+    return REFERENCE.sub(r"\1&#91;\2]:", UNSAFE_LINK.sub("]&#40;", part))
 
 
 def _parts(text: str) -> Iterator[tuple[str, str]]:
