@@ -64,6 +64,9 @@ def _with_ids(draft, rows, vocab, seed):
     return draft
 
 
+RIGHT = mx.random.randint(0, 1 << 20, (4096,), key=mx.random.key(1))  # by the length of the history, before mod k + 1
+
+
 class Guided:
     """A drafter whose tokens are overruled: some are the stream's, the next one is not. Nothing else of it is changed, so
     that a random draft comes to every accepted count. Without a stream it is the drafter that it is made of."""
@@ -71,7 +74,7 @@ class Guided:
     def propose(self, state, plan, choose):
         if self.stream is None:
             return super().propose(state, plan, choose)
-        right = state.length * 5 // 3 % (plan.num_draft_tokens + 1)
+        right = mx.take(RIGHT, state.length) % (plan.num_draft_tokens + 1)
 
         def guided(logits, drafted):
             token = mx.take(self.stream, state.length + len(drafted))

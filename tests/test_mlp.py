@@ -1,6 +1,7 @@
 """The multi-head speculator: its formula and its place in a round. What training sees of it: test_unroll.py."""
 
 import math
+
 import mlx.core as mx
 import numpy as np
 import pytest

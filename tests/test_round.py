@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 import pytest
 import tiny
-from helpers import Scripted, decode, pair
+from helpers import Scripted, decode, heads, pair
 
 from mlx_spec.engine import Decoder
 from mlx_spec.pairs import Pair
@@ -25,6 +25,7 @@ REQUESTS = {
     "quantised": dict(kv_bits=8, kv_group_size=32),
     "bounded": dict(max_kv_size=32),
 }
+DRAFTS = pytest.mark.parametrize("draft", ["noisy", "deep heads", "reduced mlp"])
 
 
 @contextmanager
@@ -77,26 +78,33 @@ def test_the_counters_see_what_they_are_meant_to_see(monkeypatch):
 @pytest.mark.parametrize("k", [0, 4])
 @pytest.mark.parametrize("run_ahead", [True, False])
 @pytest.mark.parametrize("request_name", REQUESTS)
-def test_a_round_costs_one_submission_and_one_read(request_name, run_ahead, k, monkeypatch):
-    events, _ = rounds(pair(), 20, monkeypatch, num_draft_tokens=k, run_ahead=run_ahead, **REQUESTS[request_name])
-    assert events == ["async_eval", "tolist"] * 20
+@DRAFTS
+def test_a_round_costs_one_submission_and_one_read(draft, request_name, run_ahead, k, monkeypatch):
+    options = dict(num_draft_tokens=k, run_ahead=run_ahead, **REQUESTS[request_name])
+    events, decoder = rounds(pair(draft=draft), 12, monkeypatch, **options)
+    assert events == ["async_eval", "tolist"] * 12
+    assert (decoder.stats.drafted > 0) == (k > 0)
 
 
-@pytest.mark.parametrize("name", [tiny.TINY_SW, "gemma3n", "gpt_oss"])
-def test_windows_and_shared_keys_cost_no_more(name, monkeypatch):
-    events, _ = rounds(pair(name), 10, monkeypatch, num_draft_tokens=3)
+@pytest.mark.parametrize("name, draft", [
+    (tiny.TINY_SW, "noisy"), ("gemma3n", "noisy"), ("gpt_oss", "noisy"), (tiny.TINY_SW, "deep heads"), ("gpt_oss", "deep heads")])
+def test_windows_and_shared_keys_cost_no_more(name, draft, monkeypatch):
+    events, _ = rounds(pair(name, draft), 10, monkeypatch, num_draft_tokens=3)
     assert events == ["async_eval", "tolist"] * 10
 
 
-def test_switching_k_costs_no_more(monkeypatch):
+@pytest.mark.parametrize("run_ahead", [True, False])
+@DRAFTS
+def test_switching_k_costs_no_more(draft, run_ahead, monkeypatch):
     """A30's rounds: plain and speculative ones in turn."""
-    events, _ = rounds(pair(), 16, monkeypatch, controller=Scripted(0, 3, 0, 8))
+    events, _ = rounds(pair(draft=draft), 16, monkeypatch, controller=Scripted(0, 3, 0, 8), run_ahead=run_ahead)
     assert events == ["async_eval", "tolist"] * 16
 
 
-def test_a_round_is_read_after_the_next_one_is_submitted():
+@DRAFTS
+def test_a_round_is_read_after_the_next_one_is_submitted(draft):
     """Run-ahead: submit 1, submit 2, read 1, submit 3, read 2, ..."""
-    decoder = Decoder(pair(), tiny.PROMPT, Options(max_tokens=60, num_draft_tokens=2), run_ahead=True)
+    decoder = Decoder(pair(draft=draft), tiny.PROMPT, Options(max_tokens=60, num_draft_tokens=2), run_ahead=True)
     order, submit, read = [], decoder._submit, decoder._read
     decoder._submit = lambda: (order.append("submit"), submit())[1]
     decoder._read = lambda: (order.append("read"), read())[1]
@@ -119,15 +127,17 @@ def test_nothing_runs_ahead_into_the_last_round_of_a_budget():
 
 @pytest.mark.parametrize("request_name", REQUESTS)
 @pytest.mark.parametrize("k", [0, 4])
-def test_nothing_in_a_round_looks_at_a_traced_array(request_name, k):
+@DRAFTS
+def test_nothing_in_a_round_looks_at_a_traced_array(draft, request_name, k):
     """mx.compile raises when something inside evaluates; first a function that does must raise."""
     with pytest.raises(ValueError):
         mx.compile(lambda x: x if (x > 0).any() else -x)(mx.array([1.0]))
-    decoder = Decoder(pair(), tiny.PROMPT * 2, Options(max_tokens=40, num_draft_tokens=k, **REQUESTS[request_name]))
+    decoder = Decoder(pair(draft=draft), tiny.PROMPT * 2, Options(max_tokens=40, num_draft_tokens=k, **REQUESTS[request_name]))
     chunks = decoder.chunks()
     next(chunks)
     while decoder.flights:
         mx.eval(decoder.flights.popleft().packed)
+    k = min(k, decoder.k_max)
     plan = Plan(k, 2 if k else 1, 256)
 
     def trace(state):
@@ -137,21 +147,21 @@ def test_nothing_in_a_round_looks_at_a_traced_array(request_name, k):
     assert traced.tolist()[0][: k + 2] == eager.tolist()[0][: k + 2]
 
 
-@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("k, draft", [(0, "same"), (4, "same"), (4, "heads")])
 @pytest.mark.parametrize("run_ahead", [True, False])
-def test_decoding_copies_no_cache(k, run_ahead):
+def test_decoding_copies_no_cache(k, draft, run_ahead):
     """Caches filled to 16k directly; in steady state the peak rises by less than a tenth of one copy.
 
     Sixteen layers, because MLX may copy the one buffer that a round in flight is reading just then.
     """
     target = tiny.make("llama", num_hidden_layers=16)
-    p = Pair(target, target)
+    p = Pair(target, target if draft == "same" else heads(target, depths=(4, 8), layers=4))
     decoder = Decoder(p, tiny.PROMPT, Options(max_tokens=None, num_draft_tokens=k), run_ahead=run_ahead)
     decoder.context.read(decoder.history, 0)
     fill(decoder, 16_000)
     for _ in range(12):  # both shapes compiled
         decoder._fill(), decoder._emit()
-    copy = sum(a.nbytes for arrays in decoder.context.state.target for a in arrays)
+    copy = sum(a.nbytes for arrays in decoder.context.state.target for a in arrays)  # the head's is a fourth of it
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     for _ in range(12):
@@ -164,7 +174,10 @@ def fill(decoder, length):
     """A long context without reading one: empty caches that claim `length` positions."""
     decoder.context._grow(length + 512)
     state = decoder.context.state
-    decoder.context.state = state._replace(length=mx.array([length]))
+    drafter = state.drafter
+    if decoder.context.hears:  # a round's states belong to the newest tokens
+        drafter = (*drafter[:-1], mx.array([length - 1]))
+    decoder.context.state = state._replace(length=mx.array([length]), drafter=drafter)
     decoder.length = length
     decoder.history += [0] * (length - len(decoder.history))
     mx.eval(decoder.context.state.length)
