@@ -32,14 +32,15 @@ AT_ONCE = 2  # batches of a step; side by side where there are two cores
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast. unroll: drafts trained for a row; decay: the weight of each beside the
+    """How long and how fast. matrix_rate: of the matrices, which Muon turns by so much a step;
+    learning_rate: of all else, AdamW's. unroll: drafts trained for a row; decay: the weight of each beside the
     one before it. batch_tokens: of one step. every: steps between two checkpoints."""
 
     epochs: float = 3.0
     batch_tokens: int = 4096
     learning_rate: float = 1e-3
-    warmup: int = 100
-    weight_decay: float = 0.01
+    matrix_rate: float = 0.02
+    warmup: int = 50
     clip: float = 1.0
     unroll: int = 3
     decay: float = 0.8
@@ -76,6 +77,21 @@ def _undisturbed() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+def _optimizer(schedule: Schedule, steps: int) -> optim.Optimizer:
+    """Muon for what multiplies hidden states (Jordan et al. 2024), AdamW for the rest; a warm-up,
+    then a cosine to nothing."""
+
+    def rate(highest: float) -> Callable:
+        after = optim.cosine_decay(highest, max(steps - schedule.warmup, 1))
+        return optim.join_schedules([optim.linear_schedule(0, highest, schedule.warmup), after], [schedule.warmup])
+
+    def hidden(path: str, weight: mx.array) -> bool:
+        return weight.ndim == 2 and not {"emb", "embed_tokens", "head", "lm_head"} & set(path.split("."))
+
+    adam = optim.AdamW(rate(schedule.learning_rate), betas=[0.9, 0.95], weight_decay=0.0, bias_correction=True)
+    return optim.MultiOptimizer([optim.Muon(rate(schedule.matrix_rate), weight_decay=0.0), adam], [hidden])
+
+
 class Trainer:
     """One run. folder: where checkpoints are kept. Resumes from the checkpoint there if asked."""
 
@@ -88,10 +104,7 @@ class Trainer:
         self.per_epoch = len(self._groups(0))
         self.steps = max(1, round(self.per_epoch * schedule.epochs))
         self.step, self.score = 0, None
-        rate = optim.cosine_decay(schedule.learning_rate, max(self.steps - schedule.warmup, 1), schedule.learning_rate / 50)
-        warm = optim.linear_schedule(0, schedule.learning_rate, schedule.warmup)
-        self.optimizer = optim.AdamW(optim.join_schedules([warm, rate], [schedule.warmup]), betas=[0.9, 0.95],
-                                     weight_decay=schedule.weight_decay, bias_correction=True)
+        self.optimizer = _optimizer(schedule, self.steps)
         self.optimizer.init(student.trainable_parameters())
         self.weights = [schedule.decay**i for i in range(schedule.unroll)]
         self.gradient = nn.value_and_grad(student, lambda batch: loss(student, batch, self.weights))
@@ -170,7 +183,7 @@ class Trainer:
     def _run(self) -> str:
         """What a checkpoint must agree with to be resumed."""
         s = self.schedule
-        return json.dumps([s.epochs, s.batch_tokens, s.learning_rate, s.unroll, s.seed, self.steps, len(self.rows)])
+        return json.dumps([s.epochs, s.batch_tokens, s.learning_rate, s.matrix_rate, s.unroll, s.seed, self.steps, len(self.rows)])
 
     def _resume(self) -> None:
         path = self.folder / "checkpoint.safetensors"

@@ -29,7 +29,7 @@ from .loop import Progress, Schedule, Trainer
 from .loss import Score
 from .pruned import save_model
 from .states import Example, States, collect, digest, make_card
-from .students import KINDS, frequent_ids, make, read_depths, scale_norm
+from .students import KINDS, frequent_ids, make, read_depths, scale_norms
 
 JUDGED = 400  # held-out texts of the final report, at most
 TIMED_ROWS = 8
@@ -185,7 +185,7 @@ def _student(pair: Pair, recipe: Recipe, store: States) -> Any:
     depths = read_depths(recipe.kind, pair.target, recipe.depths)
     student = make(recipe.kind, pair.target, states.shape[-1], ids, layers=recipe.layers, depths=depths,
                    seed=recipe.schedule.seed)
-    scale_norm(student, states)
+    scale_norms(student, states)
     return student
 
 

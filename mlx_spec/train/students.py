@@ -79,9 +79,13 @@ def frequent_ids(tokens: np.ndarray, rows: np.ndarray, count: int, total: int) -
     return mx.array(np.sort(order).astype(np.int32))
 
 
-def scale_norm(student: Any, states: np.ndarray) -> None:
-    """Let a head's last norm begin at the size of the target's final states, which its output
-    weights expect."""
-    if hasattr(student, "norm"):
-        size = np.sqrt(np.square(states[:4096, -1].astype(np.float32)).mean(axis=0))
-        student.norm.weight = mx.array(size)
+def scale_norms(student: Any, states: np.ndarray) -> None:
+    """Begin where the target is: its states come in with unit spread in every direction, and the
+    last norm gives them the spread that its output weights expect."""
+    if not hasattr(student, "inward_norms"):
+        return
+    sample = states[: 1 << 13].astype(np.float32)
+    for norm, part in zip(student.inward_norms, np.moveaxis(sample, 1, 0)):
+        part = part / np.sqrt(np.square(part).mean(axis=-1, keepdims=True) + 1e-6)
+        norm.weight = mx.array(1 / (part.std(axis=0) + 1e-3))
+    student.norm.weight = mx.array(sample[:, -1].std(axis=0))

@@ -1,0 +1,189 @@
+"""The page in a real browser, on tiny random models: what is sent is seen, and nothing that a model or
+a user writes runs. Needs Playwright and Debian's chromium."""
+
+import os
+import shutil
+import time
+
+import pytest
+
+pytestmark = pytest.mark.real
+pytest.importorskip("gradio", reason="the page needs gradio: pip install 'mlx-spec[app]'")
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("needs a chromium: apt-get install chromium, or CHROMIUM=path", allow_module_level=True)
+
+import app as page_app  # noqa: E402
+from mlx_spec.page.stage import Stage  # noqa: E402
+from test_page import EVIL, StubArena  # noqa: E402
+
+DONE = "(t => t && !t.includes('so far'))(document.querySelector('#verdict').innerText.trim())"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield made
+        made.close()
+
+
+def serve(stage):
+    page = page_app.Page(stage)
+    return page, page_app.serve(page)
+
+
+@pytest.fixture(scope="module")
+def tiny_address():
+    from test_arena import text_pair
+
+    from mlx_spec.arena import Arena
+    from mlx_spec.errors import PairError
+
+    def load(target, draft, **_):
+        if target == "bad":
+            raise PairError("no such folder: bad")
+        return text_pair()
+
+    arena = Arena(load)
+    stage = Stage(arena, lambda *_: None)
+    stage.load("tiny").join(60)
+    page, address = serve(stage)
+    yield address
+    page.blocks.close()
+    arena.worker.close()
+
+
+@pytest.fixture
+def stub():
+    arena = StubArena()
+    page, address = serve(Stage(arena))
+    yield arena, address
+    arena.gate.set()
+    page.blocks.close()
+    arena.worker.close()
+
+
+def visit(browser, address, width=1280):
+    tab = browser.new_context(viewport={"width": width, "height": 900}).new_page()
+    tab.set_default_timeout(20_000)
+    tab.problems = []
+    tab.on("dialog", lambda d: (tab.problems.append(d.message), d.dismiss()))
+    tab.on("pageerror", lambda e: tab.problems.append(str(e)))
+    tab.on("request", lambda r: tab.problems.append(r.url) if not r.url.startswith((address, "data:", "blob:")) else None)
+    tab.goto(address)
+    tab.wait_for_selector("#box textarea")
+    return tab
+
+
+def say(tab, text):
+    tab.fill("#box textarea", text)
+    tab.press("#box textarea", "Enter")
+
+
+def test_a_race_fills_both_columns_ends_in_a_verdict_and_a_second_turn_follows(browser, tiny_address):
+    tab = visit(browser, tiny_address)
+    say(tab, "hello")
+    tab.wait_for_selector("#plain .reply .t.plain")
+    tab.wait_for_selector("#speculative .reply .t.accepted")
+    tab.wait_for_function(DONE)
+    assert "identical" in tab.inner_text("#verdict")
+    assert tab.inner_text("#plain .reply") == tab.inner_text("#speculative .reply") != ""
+    assert "p = " in tab.get_attribute("#speculative .reply .t", "title")
+    assert tab.input_value("#box textarea") == ""
+    say(tab, "and then?")
+    tab.wait_for_function("document.querySelectorAll('#history .said.user').length === 2")
+    tab.wait_for_function(DONE)
+    tab.click("#edit")
+    tab.wait_for_function("document.querySelector('#box textarea').value === 'and then?'")
+    tab.click("#clear")
+    tab.wait_for_function("!document.querySelector('#history .said')")
+    assert tab.problems == []
+
+
+def test_escape_stops_and_the_partial_text_stays(browser, stub):
+    arena, address = stub
+    arena.gate.clear()
+    arena.limit = 2
+    tab = visit(browser, address)
+    say(tab, "hello")
+    tab.wait_for_selector("#speculative .reply .t")
+    tab.keyboard.press("Escape")
+    tab.wait_for_function("document.querySelector('#verdict').innerText.includes('stopped')")
+    assert tab.inner_text("#speculative .reply").split() == ["one", "two"] and tab.problems == []
+
+
+def test_a_blank_enter_sends_nothing_and_shift_enter_is_a_new_line(browser, stub):
+    arena, address = stub
+    tab = visit(browser, address)
+    say(tab, "   ")
+    tab.fill("#box textarea", "a")
+    tab.press("#box textarea", "Shift+Enter")
+    tab.keyboard.type("b")
+    tab.press("#box textarea", "Enter")
+    tab.wait_for_function(DONE)
+    assert [asked[0] for asked in arena.asked] == ["a\nb"]
+
+
+@pytest.mark.parametrize("formatted", [False, True])
+def test_nothing_that_is_written_runs(browser, stub, formatted):
+    """A86, in both views; A85: and it is shown."""
+    arena, address = stub
+    arena.words = tuple(f"{evil}\n\n" for evil in EVIL) + ("It costs $5 today and $7 tomorrow.", "\n\n`<b>` $$x^2$$")
+    tab = visit(browser, address)
+    if formatted:
+        tab.click("#formatted input")
+    say(tab, " ".join(EVIL))
+    tab.wait_for_function(DONE)
+    column = "#speculative .answer" if formatted else "#speculative .reply"
+    tab.wait_for_function(f"document.querySelector('{column}').innerText.includes('$7')")
+    time.sleep(0.5)
+    found = tab.evaluate("[...document.querySelectorAll('#race *, #history *')].flatMap(e => [...e.attributes].map(a => a.name + '=' + a.value))")
+    assert not [a for a in found if a.startswith("on") or "javascript:" in a] and tab.problems == []
+    shown = tab.inner_text(column)
+    assert all(evil in shown for evil in EVIL) and "It costs $5 today and $7 tomorrow." in shown
+    assert tab.evaluate("document.querySelectorAll('#race script, #race img, #history script, #history img').length") == 0
+    if formatted:
+        assert tab.evaluate(f"document.querySelectorAll('{column} .katex').length") > 0
+
+
+def test_two_tabs_queue_and_leaving_one_ends_its_reply_only(browser, stub):
+    arena, address = stub
+    arena.gate.clear()
+    first, second = visit(browser, address), visit(browser, address)
+    say(first, "my word is plum")
+    while not arena.asked:
+        first.wait_for_timeout(20)
+    say(second, "what is my word?")
+    second.wait_for_function("document.querySelector('#place').innerText.includes('1 before you')")
+    assert "plum" not in second.content()
+    first.close()
+    for _ in range(100):
+        if arena.worker._line and len(arena.worker._line) == 1:
+            break
+        second.wait_for_timeout(100)
+    arena.gate.set()
+    second.wait_for_function(DONE)
+    assert "three" in second.inner_text("#speculative .reply")
+
+
+def test_a_pair_that_fails_leaves_a_banner_and_the_old_pair_answering(browser, tiny_address):
+    tab = visit(browser, tiny_address)
+    tab.click("#models button")
+    tab.fill("#target textarea, #target input", "bad")
+    tab.click("#load")
+    tab.wait_for_function("document.querySelector('.banner').innerText.includes('tiny still answers')")
+    say(tab, "hello")
+    tab.wait_for_function(DONE)
+    assert tab.problems == []
+
+
+def test_at_390_pixels_the_columns_stack_and_nothing_sticks_out(browser, stub):
+    _, address = stub
+    tab = visit(browser, address, width=390)
+    say(tab, "hello " * 30)
+    tab.wait_for_function(DONE)
+    plain, speculative = (tab.locator(f"#{name}").bounding_box() for name in ("plain", "speculative"))
+    assert speculative["y"] >= plain["y"] + plain["height"] and plain["width"] <= 390
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
