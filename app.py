@@ -148,7 +148,7 @@ class Page:
     def send(self, said: str, visitor: Visitor, mode: str, system: str, *settings: Any) -> Iterator[dict]:
         said = text.clean(said or "")
         if not said.strip():
-            yield {self.box: ""}
+            yield {self.place: ""}  # not the box: the next key may be on its way
             return
         yield {self.box: "", self.place: ""}
         yield from self._turn(said, visitor, mode, system, settings)

@@ -18,7 +18,7 @@ import app as page_app  # noqa: E402
 from mlx_spec.page.stage import Stage  # noqa: E402
 from test_page import EVIL, StubArena  # noqa: E402
 
-DONE = "(t => t && !t.includes('so far'))(document.querySelector('#verdict').innerText.trim())"
+DONE = "(document.querySelector('#verdict .verdict')?.innerText || 'so far').includes('so far') === false"
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_escape_stops_and_the_partial_text_stays(browser, stub):
     say(tab, "hello")
     tab.wait_for_selector("#speculative .reply .t")
     tab.keyboard.press("Escape")
-    tab.wait_for_function("document.querySelector('#verdict').innerText.includes('stopped')")
+    tab.wait_for_function("document.querySelector('#verdict .verdict')?.innerText.includes('stopped')")
     assert tab.inner_text("#speculative .reply").split() == ["one", "two"] and tab.problems == []
 
 
@@ -137,7 +137,7 @@ def test_nothing_that_is_written_runs(browser, stub, formatted):
     say(tab, " ".join(EVIL))
     tab.wait_for_function(DONE)
     column = "#speculative .answer" if formatted else "#speculative .reply"
-    tab.wait_for_function(f"document.querySelector('{column}').innerText.includes('$7')")
+    tab.wait_for_function(f"document.querySelector('{column}')?.innerText.includes('$7')")
     time.sleep(0.5)
     found = tab.evaluate("[...document.querySelectorAll('#race *, #history *')].flatMap(e => [...e.attributes].map(a => a.name + '=' + a.value))")
     assert not [a for a in found if a.startswith("on") or "javascript:" in a] and tab.problems == []
@@ -184,6 +184,6 @@ def test_at_390_pixels_the_columns_stack_and_nothing_sticks_out(browser, stub):
     tab = visit(browser, address, width=390)
     say(tab, "hello " * 30)
     tab.wait_for_function(DONE)
-    plain, speculative = (tab.locator(f"#{name}").bounding_box() for name in ("plain", "speculative"))
-    assert speculative["y"] >= plain["y"] + plain["height"] and plain["width"] <= 390
+    plain, speculative = tab.evaluate("['plain', 'speculative'].map(n => document.getElementById(n).getBoundingClientRect().toJSON())")
+    assert speculative["top"] >= plain["bottom"] and plain["width"] <= 390
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390

@@ -220,7 +220,7 @@ def test_what_is_not_known_is_a_dash_and_the_row_can_be_copied():
 def test_a_blank_send_asks_nothing(page, blank):
     """A64, A66."""
     visitor = Visitor()
-    assert send(page, visitor, said=blank) == [{page.box: ""}]
+    assert send(page, visitor, said=blank) == [{page.place: ""}]
     assert page.stage.arena.asked == [] and visitor.session is None
 
 
