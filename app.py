@@ -53,12 +53,12 @@ class Page:
         self.columns, self.replies, self.answers = {}, {}, {}
         with gr.Row(elem_id="race", equal_height=True):
             for name in LANES:
-                with gr.Column(elem_classes="column", elem_id=name) as self.columns[name]:
+                with gr.Column(elem_classes="racer", elem_id=name) as self.columns[name]:
                     self.replies[name] = gr.HTML(numbers.head_html(name, None, 4) + '<div class="reply"></div>')
                     self.answers[name] = gr.Markdown(sanitize_html=True, latex_delimiters=MATHS, line_breaks=True,
                                                      visible=False, elem_classes="answer")
         with gr.Row():
-            self.mode = gr.Radio(MODES, value="race", show_label=False, container=False, scale=3, elem_id="mode")
+            self.mode = gr.Radio(MODES, value="race", show_label=False, container=False, scale=3, min_width=320, elem_id="mode")
             self.formatted = gr.Checkbox(label="formatted", container=False, scale=1, min_width=110, elem_id="formatted")
         gr.HTML(look.LEGEND)
         with gr.Row(equal_height=True):
@@ -169,17 +169,15 @@ class Page:
 
     def _turn(self, said: str, visitor: Visitor, mode: str, system: str, settings: Sequence[Any]) -> Iterator[dict]:
         reply, drawn = None, 0.0
-        before = [*visitor.messages, {"role": "user", "content": said}]
         try:
             for event in self.stage.turn(visitor, said, mode, options_of(settings), text.clean(system or "")):
                 if isinstance(event, str):
-                    yield {self.place: place_html(event), self.history: text.history_html(before)}
+                    yield {self.place: place_html(event), self.history: text.history_html(visitor.said)}
                     continue
                 first, reply = reply is None, event
                 update = self.reply_update(reply, visitor.formatted)
                 if first:
-                    before = [*visitor.messages, {"role": "user", "content": said}] if not reply.done else before
-                    update |= self._columns_for(reply) | {self.place: self._notes(reply), self.history: text.history_html(before)}
+                    update |= self._columns_for(reply) | {self.place: self._notes(reply), self.history: text.history_html(visitor.said)}
                 if reply.done or time.monotonic() - drawn >= PLOT_S:
                     drawn = time.monotonic()
                     update |= self._plots(reply)

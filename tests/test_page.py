@@ -63,7 +63,7 @@ class StubArena:
 
     def __init__(self, words=("one ", "two ", "three")):
         self.worker, self.pair, self.words, self.asked = Worker(), SimpleNamespace(notes=()), words, []
-        self.gate, self.limit = threading.Event(), 0
+        self.gate, self.limit, self.pause = threading.Event(), 0, 0.04
         self.gate.set()
 
     def session(self):
@@ -83,6 +83,7 @@ class StubArena:
             if job.cancelled():
                 break
             got.append(word)
+            time.sleep(self.pause)
             job.tell(reply(tuple(got), mode, done=False))
         last = reply(tuple(got), mode, finish="cancelled" if job.cancelled() else "stop")
         session.messages += [{"role": "user", "content": said}, {"role": "assistant", "content": "".join(got)}]
@@ -195,7 +196,7 @@ def test_tokens_show_their_origin_and_probability():
     (reply(verdict=None, temperature=0.7, verify="block"), ("won", "1.62x faster · texts are not comparable token by token")),
     (reply(verdict=None, finish="cancelled"), ("won", "1.62x faster · stopped")),
     (reply(tps=(10.0, 10.0)), ("open", "as fast as plain · identical")),
-    (reply(done=False), ("open", "1.62x faster so far")),
+    (reply(done=False), ("won", "1.62x faster so far")),
     (reply(mode="plain"), ("open", "")),
 ])
 def test_the_verdict_says_how_it_went(made, expected):
@@ -230,9 +231,10 @@ def test_every_path_streams_to_the_end(page):
     for updates in (send(page, visitor), list(page.retry(visitor, "race", "", *SETTINGS)),
                     list(page.examples and page._example("an example")(visitor, "race", "", *SETTINGS))):
         texts = [u[page.replies["speculative"]] for u in updates if page.replies["speculative"] in u]
-        assert len(texts) == 4 and all(word in texts[-1] for word in ("one", "two", "three"))
+        assert len(texts) >= 2 and all(word in texts[-1] for word in ("one", "two", "three"))
         assert "1.62x faster" in updates[-1][page.verdict] and "{" in updates[-1][page.json]
     assert [m["content"] for m in visitor.messages if m["role"] == "user"] == ["hello", "an example"]
+    assert [m["content"] for m in visitor.said] == ["hello", "one two three", "an example"]
     assert page.edit(visitor)[page.box] == "an example"
     assert [m["content"] for m in visitor.messages] == ["hello", "one two three"]
     assert page.clear(visitor)[page.history] == "" and visitor.messages == []
@@ -266,6 +268,15 @@ def test_a_stop_keeps_the_partial_text_with_its_numbers(page):
     assert visitor.messages[-1]["content"].startswith("one")
     arena.gate.set()
     assert "three" in shown(page, send(page, visitor, "again"))
+
+
+def test_a_browser_slower_than_the_device_sees_the_newest_and_not_all(page):
+    page.stage.arena.words, page.stage.arena.pause = tuple(f"{i} " for i in range(200)), 0.001
+    seen = []
+    for update in page.send("hello", Visitor(), "race", "", *SETTINGS):
+        seen.append(update)
+        time.sleep(0.05)
+    assert len(seen) < 50 and "199" in shown(page, seen)
 
 
 def test_a_closed_stream_cancels_its_job(page):

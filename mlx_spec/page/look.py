@@ -41,7 +41,7 @@ CSS = """
 .verdict { text-align: center; font-size: 1.05rem; padding: .1rem; }
 .verdict b { font-size: 1.7rem; letter-spacing: -.02em; }
 .verdict.won b { color: var(--won); } .verdict.lost b { color: var(--lost); } .verdict.bad { color: var(--bad); font-weight: 600; }
-.column { border: 1px solid var(--border-color-primary); border-radius: .8rem; padding: .8rem 1rem; background: var(--block-background-fill);
+.racer { border: 1px solid var(--border-color-primary); border-radius: .8rem; padding: .8rem 1rem; background: var(--block-background-fill);
   gap: .4rem !important; min-width: min(330px, 100%) !important; }
 .lane { display: flex; justify-content: space-between; align-items: baseline; }
 .lane .name { font-weight: 600; text-transform: capitalize; } .lane .speed b { font-size: 1.6rem; font-variant-numeric: tabular-nums; }
@@ -50,16 +50,18 @@ CSS = """
 .facts b { color: var(--body-text-color); font-weight: 600; }
 .reply { white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.65; margin-top: .6rem; min-height: 9rem; max-height: 21rem;
   overflow-y: auto; display: flex; flex-direction: column-reverse; }
-.reply > div { margin-bottom: auto; }
+.reply > div { margin-bottom: auto !important; }
 .answer { max-height: 21rem; overflow-y: auto; }
 .t { text-decoration-thickness: 1.5px; text-underline-offset: 3px; }
 .t.accepted { color: var(--acc); text-decoration: underline solid; text-decoration-thickness: 1.5px; }
 .t.correction { color: var(--cor); text-decoration: underline wavy; text-decoration-thickness: 1px; font-weight: 600; }
 .t.bonus { color: var(--bon); text-decoration: underline dotted; text-decoration-thickness: 2px; font-weight: 600; }
+.t.blank { text-decoration: none; }
 .legend .t, .legend i { margin-left: .7rem; } .legend .t:first-child { margin-left: 0; }
 .thought { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .9rem; color: var(--body-text-color-subdued); margin-top: .5rem; }
 .thought summary { cursor: pointer; }
-.place:empty { display: none; } .place.bad { color: var(--bad); }
+#place:not(:has(.place)) { display: none; } .legend i { color: inherit; } .gradio-container .html-container { padding: 0 !important; }
+.place.bad { color: var(--bad); }
 @media (max-width: 640px) { .gradio-container { padding: .4rem !important; } #race { flex-direction: column; } .verdict b { font-size: 1.35rem; } }
 footer { display: none !important; }
 """

@@ -45,7 +45,7 @@ def verdict(reply: Any) -> tuple[str, str]:
         return "open", ""
     speed, kind = speed_of(reply.speedup)
     if not reply.done:
-        return "open", f"{speed} so far" if speed else ""
+        return kind, f"{speed} so far" if speed else ""
     plainly = reply.lanes[SPECULATIVE].stats.mode
     if reply.verdict is not None and reply.verdict.kind == "BUG":
         return "bad", " · ".join(filter(None, (speed, f"{reply.verdict}: a bug, please report it")))

@@ -14,7 +14,8 @@ from typing import Any, Callable, Iterator
 from ..errors import SpecError
 from ..names import catalogue, find, locate
 
-WAIT_S = 0.25  # between two looks at the line
+WAIT_S = 0.25  # between two looks at the pair
+DRAIN_S = 0.02  # without an event: the newest is shown
 CANCELLED = "loading was cancelled"
 
 
@@ -24,6 +25,7 @@ class Visitor:
     def __init__(self) -> None:
         self.session: Any = None
         self.reply: Any = None
+        self.said: list[dict[str, str]] = []  # up to the turn that is answered, or was last
         self.formatted = False
         self.stopped = False
         self.busy = threading.Lock()
@@ -145,6 +147,7 @@ class Stage:
         visitor.stop()
         with visitor.busy:
             visitor.stopped, visitor.reply = False, None
+            visitor.said = [*visitor.messages, {"role": "user", "content": text}]
             yield from self._wait(visitor)
             if visitor.stopped:
                 return
@@ -163,16 +166,23 @@ class Stage:
             time.sleep(WAIT_S)
 
     def _follow(self, visitor: Visitor, session: Any, job: Any) -> Iterator[Any]:
-        for event in job.events(timeout=WAIT_S):
+        """The newest event only, where a browser is slower than the device."""
+        newest, place = None, 0
+        for event in job.events(timeout=DRAIN_S):
             if visitor.session is not session:
                 return  # cleared
             if event is not None:
-                visitor.reply = event
-                yield event
-            elif job.place:
-                if visitor.stopped:
-                    return  # it never started
-                yield f"{job.place} before you"
+                newest = event
+                if not event.done:
+                    continue
+            if newest is not None:
+                visitor.reply, newest = newest, None
+                yield visitor.reply
+            elif job.place != place:
+                place = job.place
+                yield f"{place} before you" if place else ""
+            elif place and visitor.stopped:
+                return  # it never started
 
 
 def fetch_models(target: str, draft: str | None, on_progress: Callable[[int, int], None]) -> None:

@@ -40,7 +40,8 @@ def _token(text: str, tokens: tuple[Any, ...]) -> str:
         return escape(text)
     token = tokens[-1]
     probability = math.exp(min(token.logprob, 0.0))
-    return f'<span class="t {escape(token.origin)}" title="{escape(token.origin)}, p = {probability:.3g}">{escape(text)}</span>'
+    kind = escape(token.origin) + ("" if text.strip() else " blank")
+    return f'<span class="t {kind}" title="{escape(token.origin)}, p = {probability:.3g}">{escape(text)}</span>'
 
 
 def split_thinking(text: str, thinks: bool = False) -> tuple[str | None, str, bool]:
