@@ -1,10 +1,11 @@
 """The law with drafts on hidden states, on a target whose laws are looked up and whose states are one-hot.
 
-Power: in the transitions between 6 ids 2,000 tokens surely show a total-variation error of .103 and 1,500 one of .12; every fault
-here gives p-values below 1e-6. Whether first drafts stand as often as the unrolled draft says is seen to 4 standard errors, .05.
+Power: in the transitions between 6 ids 1,440 tokens, six replies of 240, surely show a total-variation error of .122; every
+fault here gives p-values below 1e-6. Whether first drafts stand as often as the unrolled draft says is seen to 4 standard errors, .05.
 """
 
 from itertools import product
+from typing import NamedTuple
 
 import law
 import mlx.core as mx
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 from helpers import Scripted, decode, heads, mlp
-from law import as_often_as, filtered, p_value, softmax, transitions
+from law import as_often_as, filtered, p_value, softmax
 
 from mlx_spec import verify
 from mlx_spec.drafters.heads import HeadsDrafter
@@ -23,6 +24,7 @@ from mlx_spec.pairs import Pair
 from mlx_spec.types import Options
 
 VOCAB, REDUCED, THRESHOLD = 6, 4, 1e-4
+REPLIES, LENGTH = 6, 240  # short ones, whose rounds share their shapes
 RULES = ("token", "block", "match")
 LOGITS = 1.5 * np.random.default_rng(16).normal(size=(VOCAB, VOCAB))
 KINDS = {
@@ -47,50 +49,65 @@ def make(kind):
     return pair
 
 
-def reply(pair, n=2000, k=2, **options):
-    """The ids after token 1, and whether the first draft stood, by the place of the pending token."""
-    decoder = Decoder(pair, [1], Options(**{"temperature": 1.0, "seed": 20 + k} | options, max_tokens=n, num_draft_tokens=k),
-                      run_ahead=True)
-    ids, stood = [], {}
-    for chunk in decoder.chunks():
-        stood[len(ids)] = chunk.tokens[0].origin == "accepted"
-        ids += [t.id for t in chunk.tokens]
-    return ids, stood
+class Reply(NamedTuple):
+    """The ids from the prompt on, and whether the first draft stood, by the place of the pending token."""
+
+    ids: list
+    stood: dict
 
 
-def drafts_laws(draft, target, path, **options):
-    """What the first draft after each token of a path is drawn from, computed as in training."""
-    tokens = mx.array([path])
+def replies(pair, k=2, count=REPLIES, **options):
+    """Replies to a prompt of token 1."""
+    found = []
+    for seed in range(count):
+        settings = Options(**{"temperature": 1.0, "seed": seed, "num_draft_tokens": k} | options, max_tokens=LENGTH)
+        ids, stood = [1], {}
+        for chunk in Decoder(pair, [1], settings, run_ahead=True).chunks():
+            stood[len(ids) - 1] = chunk.tokens[0].origin == "accepted"
+            ids += [t.id for t in chunk.tokens]
+        found.append(Reply(ids, stood))
+    return found
+
+
+def transitions(found):
+    return sum(law.transitions(r.ids[0], r.ids[1:], VOCAB) for r in found)
+
+
+def drafts_laws(draft, target, ids, **options):
+    """What the first draft after each token is drawn from, computed as in training."""
+    tokens = mx.array([ids])
     out = draft.unroll(tokens, Inside(target, draft.depths).states(tokens), 1)[0][0]
     return filtered(softmax(np.array(draft.shared.spread(draft.logits(out), VOCAB))), **options)
 
 
-def first_drafts_stand(pair, ids, stood, rule="block", **options):
+def first_drafts_stand(pair, found, rule="block", **options):
     """As often as 1 - TV, or as shared noise lets two draws agree."""
-    path = [1, *ids]
-    p, q = filtered(softmax(LOGITS), **options)[path], drafts_laws(pair.draft, pair.target, path, **options)
-    kept = (law.match_probs(p, q) if rule == "match" else np.minimum(p, q)).sum(-1)
-    places = list(stood)[:-2]  # the last rounds may have been cut
-    return as_often_as(kept[places], sum(stood[i] for i in places))
+    chances, count = [], 0
+    for ids, stood in found:
+        p, q = filtered(softmax(LOGITS), **options)[ids], drafts_laws(pair.draft, pair.target, ids, **options)
+        kept = (law.match_probs(p, q) if rule == "match" else np.minimum(p, q)).sum(-1)
+        places = list(stood)[:-2]  # the last rounds may have been cut
+        chances += list(kept[places])
+        count += sum(stood[i] for i in places)
+    return as_often_as(chances, count)
 
 
-def right(ids, **options):
-    return p_value(transitions(1, ids, VOCAB), filtered(softmax(LOGITS), **options)) > THRESHOLD
+def right(found, **options):
+    return p_value(transitions(found), filtered(softmax(LOGITS), **options)) > THRESHOLD
 
 
 def test_the_smallest_error_that_is_seen():
-    cells = VOCAB * (VOCAB - 1) + 1
-    assert law.visible_error(2000, cells) < 0.103 and law.visible_error(1500, cells) < 0.12
+    assert law.visible_error(REPLIES * LENGTH, VOCAB * (VOCAB - 1) + 1) < 0.122
 
 
-@pytest.mark.parametrize("kind, k", [("heads", 2), *product(REDUCED_KINDS, (1, 2, 4))])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind, rule, k", [
+    *product(["heads"], RULES, [2]), *product(REDUCED_KINDS, ["token", "block"], [1, 2, 4]), *product(REDUCED_KINDS, ["match"], [4])])
 def test_the_law_and_the_first_drafts_acceptance_do_not_depend_on_k(kind, rule, k):
     pair = make(kind)
-    ids, stood = reply(pair, k=k, verify=rule)
-    assert right(ids)
-    assert first_drafts_stand(pair, ids, stood, rule)
-    assert 0.2 < np.mean(list(stood.values())) < 0.8
+    found = replies(pair, k, verify=rule)
+    assert right(found)
+    assert first_drafts_stand(pair, found, rule)
+    assert 0.2 < np.mean([s for r in found for s in r.stood.values()]) < 0.8
 
 
 @pytest.mark.parametrize("options", [
@@ -99,10 +116,10 @@ def test_the_law_and_the_first_drafts_acceptance_do_not_depend_on_k(kind, rule, 
 def test_temperature_and_filters_hold_with_a_reduced_vocabulary(kind, options):
     """Filters on the draft's law see fewer ids than those on the target's."""
     pair = make(kind)
-    ids, stood = reply(pair, 1500, **options)
-    assert not transitions(1, ids, VOCAB)[filtered(softmax(LOGITS), **options) == 0].any()
-    assert right(ids, **options)
-    assert first_drafts_stand(pair, ids, stood, **options)
+    found = replies(pair, **options)
+    assert not transitions(found)[filtered(softmax(LOGITS), **options) == 0].any()
+    assert right(found, **options)
+    assert first_drafts_stand(pair, found, **options)
 
 
 @pytest.mark.parametrize("extra", [{}, dict(top_p=0.9, repetition_penalty=1.2, logit_bias={3: 1.0})], ids=["plain law", "more"])
@@ -112,17 +129,17 @@ def test_match_gives_a_seed_one_text_with_every_kind_of_draft(extra):
     assert all(text == texts[0] for text in texts) and len(set(texts[0])) == VOCAB
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("k", [2, 4])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", REDUCED_KINDS)
 def test_a_draft_none_of_whose_ids_may_come_changes_nothing(kind, rule, k):
     """What it proposes then has no law: a block that asks for one would keep the proposal."""
     pair = make(kind)
     banned = pair.draft.ids.tolist()
-    ids, _ = reply(pair, 400, k, verify=rule, logit_bias=dict.fromkeys(banned, -np.inf))
+    found = replies(pair, k, 2, verify=rule, logit_bias=dict.fromkeys(banned, -np.inf))
     p = softmax(LOGITS)
     p[:, banned] = 0
-    assert p_value(transitions(1, ids, VOCAB), p / p.sum(-1, keepdims=True)) > THRESHOLD
+    assert p_value(transitions(found), p / p.sum(-1, keepdims=True)) > THRESHOLD
 
 
 # --- faults, each injected
@@ -192,9 +209,9 @@ FAULTS = {
 def test_a_fault_is_seen_in_the_law(fault, kind, rule, monkeypatch):
     inject, options = FAULTS[fault][0], dict(FAULTS[fault][1])
     inject(monkeypatch)
-    ids, _ = reply(make(kind), 1500, verify=rule, **options)
+    found = replies(make(kind), verify=rule, **options)
     options.pop("k", None)
-    assert not right(ids, **options)
+    assert not right(found, **options)
 
 
 @pytest.mark.parametrize("kind", REDUCED_KINDS)
@@ -202,6 +219,6 @@ def test_drafts_declared_certain_though_they_were_drawn_are_seen_in_their_accept
     """The law stays right: they are judged by the target's own draw, and fewer stand."""
     drafting(lambda model, choose: lambda logits, drafted: (choose(logits, drafted)[0], None))(monkeypatch)
     pair = make(kind)
-    ids, stood = reply(pair, 1500)
-    assert right(ids)
-    assert not first_drafts_stand(pair, ids, stood)
+    found = replies(pair)
+    assert right(found)
+    assert not first_drafts_stand(pair, found)

@@ -108,7 +108,7 @@ def test_after_every_round_the_drafter_knows_what_one_pass_over_the_text_would_t
         the_state_is_right(decoder)
     stats = decoder.stats
     assert (stats.plain > 1) == (name != "always")  # the last round of a budget may be one of them
-    assert stats.accepted > 8 and stats.corrections > 4 and stats.bonuses > 1
+    assert stats.accepted > 5 and stats.corrections > 3 and stats.bonuses > 0
 
 
 @pytest.mark.parametrize("length", [1, 2, 6, 7, 8, 14, 15, 19])
@@ -128,13 +128,15 @@ def test_other_targets_are_heard_as_well(name):
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("n", [18, 19])  # the drafter has yet to hear three tokens of the last round, or none
+@pytest.mark.parametrize("n, unread", [(16, 3), (17, 0)])
 @pytest.mark.parametrize("more", [b"?", b" and a longer question"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_later_turn_goes_on_where_the_last_one_ended(kind, more, n, run_ahead):
+def test_a_later_turn_goes_on_where_the_last_one_ended(kind, more, n, unread, run_ahead):
+    """unread: tokens of the last round that the drafter has not read with the target's states."""
     p = pair("llama", kind)
     first, chunks = start(p, tiny.PROMPT, n=n, run_ahead=run_ahead, prefill_step_size=7)
     assert len(list(chunks)) < n - 2
+    assert first.context.state.drafter[-1].item() == len(first.history) - 1 - unread
     later, chunks = start(p, first.history + list(more), n=8, memory=first.leave(), prefill_step_size=7)
     for _ in chunks:
         the_state_is_right(later)
@@ -172,7 +174,7 @@ def test_a_turn_after_one_without_drafts_knows_the_whole_text(kind):
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("at, length, known", [(21, 1, True), (20, 1, False), (22, 9, False), (20, 17, False)])
+@pytest.mark.parametrize("at, length, known", [(22, 1, True), (20, 1, False), (21, 2, True), (20, 17, False)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_turn_after_a_stop_string_lacks_at_most_the_state_before_its_first_token(kind, at, length, known, run_ahead):
     """The round that dropped tokens began before the last one kept, or after it; with another one in flight, always after."""
