@@ -90,14 +90,14 @@ class Page:
             self.system = gr.Textbox(label="System prompt", lines=2)
             with gr.Row():
                 self.settings = [
-                    gr.Slider(0, 2, 0, step=0.05, label="Temperature (0: greedy)", min_width=200),
-                    gr.Slider(0, 1, 1, step=0.01, label="Top-p (1: off)", min_width=200),
-                    gr.Slider(0, 200, 0, step=1, label="Top-k (0: off)", min_width=200),
-                    gr.Slider(0, 1, 0, step=0.01, label="Min-p (0: off)", min_width=200),
-                    gr.Textbox(label="Seed (empty: a new one)", min_width=200),
-                    gr.Slider(1, 4096, 256, step=1, label="Max tokens", min_width=200),
-                    gr.Slider(0, 8, 4, step=1, label="k, drafted a round (0: plain)", min_width=200, elem_id="k"),
-                    gr.Dropdown(VERIFY_RULES, value="match", label="Rule at a temperature", min_width=200,
+                    gr.Slider(0, 2, 0, step=0.05, label="Temperature", min_width=250),
+                    gr.Slider(0, 1, 1, step=0.01, label="Top-p (1: off)", min_width=250),
+                    gr.Slider(0, 200, 0, step=1, label="Top-k (0: off)", min_width=250),
+                    gr.Slider(0, 1, 0, step=0.01, label="Min-p (0: off)", min_width=250),
+                    gr.Textbox(label="Seed (empty: a new one)", min_width=250),
+                    gr.Slider(1, 4096, 256, step=1, label="Max tokens", min_width=250),
+                    gr.Slider(0, 8, 4, step=1, label="k (0: plain)", min_width=250, elem_id="k"),
+                    gr.Dropdown(VERIFY_RULES, value="match", label="Rule at a temperature", min_width=250,
                                 info="match: both columns draw with one seed, so identity is checked"),
                 ]
         with gr.Accordion("Models", open=False, elem_id="models"):
@@ -109,7 +109,7 @@ class Page:
                 self.load_button = gr.Button("Load", variant="primary", size="sm", elem_id="load")
                 self.cancel_button = gr.Button("Cancel", size="sm", elem_id="cancel")
         with gr.Accordion("Result to copy", open=False):
-            self.row = gr.Code(label="Markdown", interactive=False, buttons=["copy"], wrap_lines=True)
+            self.row = gr.Code(label="Markdown", interactive=False, buttons=["copy"], lines=3, wrap_lines=True)
             self.json = gr.Code(label="JSON", interactive=False, language="json", buttons=["copy"])
 
     def _connect(self) -> None:
@@ -210,10 +210,14 @@ class Page:
         return {self.columns[name]: gr.update(visible=name in reply.lanes) for name in LANES}
 
     def _plots(self, reply: Any) -> dict:
-        trail = pd.DataFrame(numbers.trail_rows(reply), columns=["device seconds", "tokens", "column"])
-        bars = pd.DataFrame(numbers.acceptance_rows(reply), columns=["position", "% accepted"])
-        update = {self.over_time: trail, self.by_position: bars}
-        if reply.done:
+        # Typed, because an empty column would be drawn as names, and stay so.
+        trail = pd.DataFrame(numbers.trail_rows(reply) if reply else [], columns=["device seconds", "tokens", "column"])
+        bars = pd.DataFrame(numbers.acceptance_rows(reply) if reply else [], columns=["position", "% accepted"])
+        update = {self.over_time: trail.astype({"device seconds": float, "tokens": int, "column": str}),
+                  self.by_position: bars.astype({"position": str, "% accepted": float})}
+        if reply is None:
+            update |= {self.row: "", self.json: ""}
+        elif reply.done:
             found = numbers.record(reply, self.stage.pair_name)
             update |= {self.row: numbers.row_markdown(found), self.json: numbers.row_json(found)}
         return update
@@ -238,8 +242,8 @@ class Page:
         return self._emptied(visitor)
 
     def _emptied(self, visitor: Visitor) -> dict:
-        return self.reply_update(None, False) | {self.history: text.history_html(visitor.messages), self.place: "",
-                                                 self.over_time: None, self.by_position: None, self.row: "", self.json: ""}
+        return (self.reply_update(None, False) | self._plots(None)
+                | {self.history: text.history_html(visitor.messages), self.place: ""})
 
     def show_formatted(self, formatted: bool, visitor: Visitor) -> dict:
         visitor.formatted = formatted
@@ -290,12 +294,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def theme() -> gr.themes.Base:
+    """System fonts, so that nothing is fetched; labels are words, not badges."""
+    made = gr.themes.Soft(primary_hue="emerald", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+    words = {"background_fill": "transparent", "text_color": "*body_text_color"}
+    return made.set(**{f"block_{kind}_{name}{mode}": value for kind in ("title", "label") for mode in ("", "_dark")
+                       for name, value in words.items()})
+
+
 def serve(page: Page, host: str = "127.0.0.1", port: int | None = None) -> str:
     """Starts the server and returns its address; whoever calls decides how long it runs."""
     _, address, _ = page.blocks.launch(
         server_name=host, server_port=port, share=False, prevent_thread_lock=True, quiet=True, inbrowser=False,
-        css=look.CSS, head=look.HEAD, theme=gr.themes.Soft(primary_hue="emerald", font=["system-ui", "sans-serif"],
-                                                           font_mono=["ui-monospace", "monospace"]),
+        css=look.CSS, head=look.HEAD, theme=theme(),
         footer_links=[], ssr_mode=False, run_history=False)
     return address
 

@@ -359,7 +359,7 @@ def test_a_draft_that_fails_leaves_a_banner_and_a_pair_that_fails_leaves_the_old
 
     stage = loading_stage(prepare)
     stage.load("x", "y").join(5)
-    assert (stage.kind, stage.status) == ("ready", "x with y is ready · draft off: it has another tokenizer")
+    assert (stage.kind, stage.status) == ("off", "x with y is ready · draft off: it has another tokenizer")
     stage.load("bad").join(5)
     assert stage.kind == "bad" and stage.status == "no such folder: bad · x with y still answers" and not stage.loading
     stage.arena.worker.close()

@@ -26,6 +26,7 @@ document.addEventListener("keydown", (e) => {
 
 CSS = """
 .gradio-container { max-width: 1240px !important; margin: 0 auto !important; }
+gradio-app, .gradio-container { width: 100%; }
 :root { --won: #15803d; --lost: #b45309; --bad: #b91c1c; --acc: #15803d; --cor: #b45309; --bon: #1d4ed8; }
 .dark { --won: #4ade80; --lost: #fbbf24; --bad: #f87171; --acc: #86efac; --cor: #fcd34d; --bon: #93c5fd; }
 #title { display: flex; align-items: baseline; gap: .75rem; flex-wrap: wrap; }
@@ -33,7 +34,8 @@ CSS = """
 #title span, .legend, .facts, .place { color: var(--body-text-color-subdued); font-size: .85rem; }
 .banner { font-size: .9rem; padding: .35rem .7rem; border-left: 3px solid var(--won); background: var(--background-fill-secondary);
   overflow-wrap: anywhere; }
-.banner.loading { border-color: var(--bon); } .banner.bad { border-color: var(--bad); color: var(--bad); }
+.banner.loading { border-color: var(--bon); } .banner.off { border-color: var(--lost); color: var(--lost); }
+.banner.bad { border-color: var(--bad); color: var(--bad); }
 .banner progress { width: 9rem; vertical-align: middle; margin-left: .6rem; }
 .said { white-space: pre-wrap; overflow-wrap: anywhere; padding: .5rem .8rem; margin: .35rem 0; border-radius: .8rem; max-width: 85%;
   background: var(--background-fill-secondary); width: fit-content; }

@@ -30,7 +30,7 @@ def head_html(name: str, view: Any, k: int) -> str:
              ("tokens", shown(stats and stats.generation_tokens, "{}"))]
     if name == SPECULATIVE:
         facts += [("accepted", shown(stats and stats.acceptance_rate, "{:.0%}")),
-                  ("tokens a round", shown(stats and stats.tokens_per_round, "{:.2f}")), ("k", str(k))]
+                  ("tokens a round", shown(stats and stats.tokens_per_round, "{:.2f}")), ("", f"k {k}")]
     memory = stats and stats.peak_memory_bytes
     facts.append(("peak memory", shown(memory and memory / 1e9, "{:.2f} GB")))
     cells = "".join(f"<span><b>{value}</b> {label}</span>" for label, value in facts)

@@ -69,7 +69,7 @@ class Loading:
 
 
 class Stage:
-    """arena: None until the first pair is loaded. kind: of the status, loading, ready or bad."""
+    """arena: None until the first pair is loaded. kind: of the status, loading, ready, off (no draft) or bad."""
 
     def __init__(self, arena: Any = None, fetch: Callable[..., None] | None = None):
         self.arena, self._fetch = arena, fetch or fetch_models
@@ -119,7 +119,8 @@ class Stage:
             if not pairs:
                 raise SpecError(CANCELLED)
             self.pair_name = loading.name
-            self._say(loading, "ready", " · ".join((f"{loading.name} is ready", *pairs[-1].notes)))
+            off = any(note.startswith("draft off") for note in pairs[-1].notes)
+            self._say(loading, "off" if off else "ready", " · ".join((f"{loading.name} is ready", *pairs[-1].notes)))
         except Exception as error:  # whatever a model's files can do; the page lives on
             self._failed(loading, error)
         finally:
