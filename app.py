@@ -11,7 +11,8 @@ import os
 import time
 from typing import Any, Iterator, Sequence
 
-os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import, which reads it
+# Before the import, which reads them: nothing is told to anybody, nor kept in the browser.
+os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_RUN_HISTORY="False")
 
 import gradio as gr  # noqa: E402
 import pandas as pd  # noqa: E402
@@ -307,7 +308,7 @@ def serve(page: Page, host: str = "127.0.0.1", port: int | None = None) -> str:
     _, address, _ = page.blocks.launch(
         server_name=host, server_port=port, share=False, prevent_thread_lock=True, quiet=True, inbrowser=False,
         css=look.CSS, head=look.HEAD, theme=theme(),
-        footer_links=[], ssr_mode=False, run_history=False)
+        footer_links=[], ssr_mode=False)
     return address
 
 

@@ -27,6 +27,9 @@ document.addEventListener("keydown", (e) => {
 CSS = """
 .gradio-container { max-width: 1240px !important; margin: 0 auto !important; }
 gradio-app, .gradio-container { width: 100%; }
+body:not(.dark), body:not(.dark) gradio-app { background: #f4f6f8 !important; }
+.gradio-container { background: transparent !important; }
+#box textarea { border: 1px solid var(--border-color-primary) !important; }
 :root { --won: #15803d; --lost: #b45309; --bad: #b91c1c; --acc: #15803d; --cor: #b45309; --bon: #1d4ed8; }
 .dark { --won: #4ade80; --lost: #fbbf24; --bad: #f87171; --acc: #86efac; --cor: #fcd34d; --bon: #93c5fd; }
 #title { display: flex; align-items: baseline; gap: .75rem; flex-wrap: wrap; }
@@ -43,6 +46,7 @@ gradio-app, .gradio-container { width: 100%; }
 .verdict { text-align: center; font-size: 1.05rem; padding: .1rem; }
 .verdict b { font-size: 1.7rem; letter-spacing: -.02em; }
 .verdict.won b { color: var(--won); } .verdict.lost b { color: var(--lost); } .verdict.bad { color: var(--bad); font-weight: 600; }
+body:not(.dark) .racer { background: #fff; }
 .racer { border: 1px solid var(--border-color-primary); border-radius: .8rem; padding: .8rem 1rem; background: var(--block-background-fill);
   gap: .4rem !important; min-width: min(330px, 100%) !important; }
 .lane { display: flex; justify-content: space-between; align-items: baseline; }
