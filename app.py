@@ -110,8 +110,8 @@ class Page:
                 self.load_button = gr.Button("Load", variant="primary", size="sm", elem_id="load")
                 self.cancel_button = gr.Button("Cancel", size="sm", elem_id="cancel")
         with gr.Accordion("Result to copy", open=False):
-            self.row = gr.Code(label="Markdown", interactive=False, buttons=["copy"], lines=3, wrap_lines=True)
-            self.json = gr.Code(label="JSON", interactive=False, language="json", buttons=["copy"])
+            self.row = gr.Code(label="Markdown", interactive=False, lines=3, wrap_lines=True)
+            self.json = gr.Code(label="JSON", interactive=False, language="json")
 
     def _connect(self) -> None:
         wanted = [self.visitor, self.mode, self.system, *self.settings]

@@ -1,8 +1,11 @@
 """The page without a browser and without MLX: its handlers on an arena that says what a test wrote,
 then the running server through gradio_client."""
 
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +19,7 @@ from mlx_spec.page.stage import Stage, Visitor  # noqa: E402
 from mlx_spec.types import Options, Stats, Token  # noqa: E402
 from mlx_spec.worker import Worker  # noqa: E402
 
+ROOT = Path(__file__).parents[1]
 EVIL = ["<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "[x](javascript:alert(1))", "<svg onload=alert(1)>"]
 SETTINGS = [0, 1, 0, 0, "", 256, 4, "match"]
 
@@ -31,11 +35,11 @@ def view(name, words, origin="accepted", tps=10.0, finish=None):
 def reply(words=("a", "b"), mode="race", done=True, verdict="identical", tps=(10.0, 16.2), finish="stop", thinks=False, **options):
     lanes = {name: view(name, words, "plain" if name == "plain" else "accepted", rate, finish if done else None)
              for name, rate in zip(("plain", "speculative"), tps) if mode in ("race", name)}
-    made = Options.of(verify="match") .but(**options)
-    kind = verdict.split()[0] if verdict else None
-    found = SimpleNamespace(kind={"mismatch": "BUG"}.get(kind, kind)) if verdict else None
-    if found:
-        found = type("V", (), {"kind": found.kind, "__str__": lambda self: verdict})()
+    made = Options.of(verify="match").but(**options)
+    found = None
+    if verdict:
+        kind = verdict.split()[0]
+        found = type("Verdict", (), {"kind": {"mismatch": "BUG"}.get(kind, kind), "__str__": lambda self: verdict})()
     return SimpleNamespace(lanes=lanes, options=made, seed=made.seed or 1, notes=(), done=done, thinks=thinks,
                            verdict=found if done else None, speedup=tps[1] / tps[0] if mode == "race" else None,
                            comparable=made.temperature == 0 or made.verify == "match")
@@ -229,7 +233,7 @@ def test_every_path_streams_to_the_end(page):
     """A93: send and Enter are one handler; retry, example; then edit puts the text back."""
     visitor = Visitor()
     for updates in (send(page, visitor), list(page.retry(visitor, "race", "", *SETTINGS)),
-                    list(page.examples and page._example("an example")(visitor, "race", "", *SETTINGS))):
+                    list(page._example("an example")(visitor, "race", "", *SETTINGS))):
         texts = [u[page.replies["speculative"]] for u in updates if page.replies["speculative"] in u]
         assert len(texts) >= 2 and all(word in texts[-1] for word in ("one", "two", "three"))
         assert "1.62x faster" in updates[-1][page.verdict] and "{" in updates[-1][page.json]
@@ -375,8 +379,7 @@ def test_a_download_shows_progress_can_be_cancelled_and_lets_the_old_pair_answer
         progress(100_000_000, 100_000_000)
 
     stage = loading_stage(lambda job, *_: job.tell(SimpleNamespace(notes=())), fetch)
-    page, thread = page_app.Page(stage), None
-    thread = stage.load("x")
+    page, thread = page_app.Page(stage), stage.load("x")
     assert seen.wait(5) and "fetching x: 50 of 100 MB (50%)" in page.banner_html()
     assert "three" in shown(page, send(page, Visitor()))
     page.cancel_load()
@@ -468,3 +471,20 @@ def test_the_page_on_tiny_models_races_to_an_identical_end():
     finally:
         page.blocks.close()
         arena.worker.close()
+
+
+# the start
+
+
+def test_the_page_is_up_before_mlx_is_imported():
+    code = "import sys, app; app.Page(app.Stage()); print([m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm')])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert run.stdout.strip().endswith("[]"), run.stderr[-500:]
+
+
+@pytest.mark.parametrize("here, expected", [((), "demo"), (("demo",), "demo"), (("demo", "mid"), "mid"), (("mid", "vast"), "mid")])
+def test_the_largest_pair_that_is_here_and_fits_is_the_first(monkeypatch, here, expected):
+    sizes = {"demo": 10**6, "mid": 10**7, "vast": 10**18}
+    entries = [SimpleNamespace(name=n, on_disk=n in here, memory_bytes=size) for n, size in sizes.items()]
+    monkeypatch.setattr("mlx_spec.page.stage.catalogue", lambda: entries)
+    assert page_app.best_pair() == expected
