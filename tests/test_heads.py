@@ -5,7 +5,6 @@ The drafts are led along the text, because a random head is never right: every a
 
 from functools import lru_cache
 
-import mlx.core as mx
 import pytest
 import tiny
 from helpers import Counting, Scripted, decode, guided, heads, mlp, pair, plain
@@ -138,7 +137,8 @@ def test_a_processor_that_counts_for_itself_sees_kept_tokens_only(kind):
 
 
 @pytest.mark.parametrize("k", [2, 4])
-@pytest.mark.parametrize("options", [{}, dict(temperature=1.0, seed=5, verify="block"), dict(temperature=1.0, seed=5, verify="match")])
+@pytest.mark.parametrize("options", [
+    {}, dict(temperature=1.0, seed=5, verify="block"), dict(temperature=1.0, seed=5, verify="match")], ids=str)
 def test_heads_of_padded_vocabularies_never_emit_what_no_token_is(options, k):
     """264 rows for 259 ids; some of the head's output ids are none."""
     target, _ = tiny.padded_pair()
