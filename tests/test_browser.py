@@ -139,7 +139,8 @@ def test_nothing_that_is_written_runs(browser, stub, formatted):
     column = "#speculative .answer" if formatted else "#speculative .reply"
     tab.wait_for_function(f"document.querySelector('{column}')?.innerText.includes('$7')")
     time.sleep(0.5)
-    found = tab.evaluate("[...document.querySelectorAll('#race *, #history *')].flatMap(e => [...e.attributes].map(a => a.name + '=' + a.value))")
+    elements = "[...document.querySelectorAll('#race *, #history *')]"
+    found = tab.evaluate(f"{elements}.flatMap(e => [...e.attributes].map(a => a.name + '=' + a.value))")
     assert not [a for a in found if a.startswith("on") or "javascript:" in a] and tab.problems == []
     shown = tab.inner_text(column)
     assert all(evil in shown for evil in EVIL) and "It costs $5 today and $7 tomorrow." in shown

@@ -199,7 +199,7 @@ def test_tokens_show_their_origin_and_probability():
     (reply(verdict="mismatch at token 5, gap 2"), ("bad", "1.62x faster · mismatch at token 5, gap 2: a bug, please report it")),
     (reply(verdict=None, temperature=0.7, verify="block"), ("won", "1.62x faster · texts are not comparable token by token")),
     (reply(verdict=None, finish="cancelled"), ("won", "1.62x faster · stopped")),
-    (reply(tps=(10.0, 10.0)), ("open", "as fast as plain · identical")),
+    (reply(tps=(10.0, 10.1)), ("open", "as fast as plain · identical")),
     (reply(done=False), ("won", "1.62x faster so far")),
     (reply(mode="plain"), ("open", "")),
 ])

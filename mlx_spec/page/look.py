@@ -68,6 +68,7 @@ body:not(.dark) .racer { background: #fff; }
 .thought summary { cursor: pointer; }
 #place:not(:has(.place)) { display: none; } .legend i { color: inherit; } .gradio-container .html-container { padding: 0 !important; }
 .place.bad { color: var(--bad); }
-@media (max-width: 640px) { .gradio-container { padding: .4rem !important; } #race { flex-direction: column; } .verdict b { font-size: 1.35rem; } }
+@media (max-width: 640px) { .gradio-container { padding: .4rem !important; }
+  #race { flex-direction: column; } .verdict b { font-size: 1.35rem; } }
 footer { display: none !important; }
 """

@@ -17,6 +17,7 @@ from .text import escape
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 NOTHING = "–"
+NOISE = 0.02  # a difference that one race can't tell
 
 
 def shown(value: float | None, form: str) -> str:
@@ -63,7 +64,7 @@ def verdict(reply: Any) -> tuple[str, str]:
 def speed_of(speedup: float | None) -> tuple[str, str]:
     if not speedup:
         return "", "open"
-    if round(speedup, 2) == 1:
+    if abs(speedup - 1) < NOISE:
         return "as fast as plain", "open"
     return (f"{speedup:.2f}x faster", "won") if speedup > 1 else (f"{1 / speedup:.2f}x slower here", "lost")
 
