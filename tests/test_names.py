@@ -58,7 +58,7 @@ def test_every_pair_says_its_sizes_licence_and_memory():
             "deepseek-r1-qwen-32b"} <= {e.name for e in entries}
     for e in entries:
         assert e.target_bytes > 0 and e.memory_bytes > e.size_bytes and e.licence and e.note
-        assert e.draft == "self" or (e.draft.startswith("mlx-community/") and 0 < e.draft_bytes < e.target_bytes)
+        assert e.draft.startswith(("mlx-community/", "models/")) and 0 < e.draft_bytes < e.target_bytes
 
 
 def test_a_pair_is_on_disk_once_both_models_are(fake_hub, monkeypatch):
