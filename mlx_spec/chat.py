@@ -1,5 +1,6 @@
 """A conversation: messages, and what the models have read of them, so that a turn reads only what
-is new. Every turn gives the same tokens as a cold run over the same messages.
+is new. Every turn gives the same tokens as a cold run over the same messages; with `max_kv_size` or
+`kv_bits`, whose caches depend on how a prompt was cut, as mlx-lm's own continuation.
 """
 
 from __future__ import annotations
