@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from typing import Any, Iterator, Sequence
+import webbrowser
+from functools import partial
+from typing import Any, Callable, Iterator, Sequence
 
 # Before the import, which reads them: nothing is told to anybody, nor kept in the browser.
 os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_RUN_HISTORY="False")
@@ -25,6 +27,7 @@ from mlx_spec.types import VERIFY_RULES  # noqa: E402
 
 MODES = ("race", "speculative", "plain")
 LANES = (numbers.PLAIN, numbers.SPECULATIVE)
+DEFAULT_K = 4
 PLOT_S = 1.0  # between two drawings of the plots
 MATHS = [{"left": "$$", "right": "$$", "display": True}]
 COLOURS = {numbers.PLAIN: "#94a3b8", numbers.SPECULATIVE: "#16a34a"}
@@ -55,7 +58,7 @@ class Page:
         with gr.Row(elem_id="race", equal_height=True):
             for name in LANES:
                 with gr.Column(elem_classes="racer", elem_id=name) as self.columns[name]:
-                    self.replies[name] = gr.HTML(numbers.head_html(name, None, 4) + '<div class="reply"></div>')
+                    self.replies[name] = gr.HTML(numbers.head_html(name, None, DEFAULT_K) + '<div class="reply"></div>')
                     self.answers[name] = gr.Markdown(sanitize_html=True, latex_delimiters=MATHS, line_breaks=True,
                                                      visible=False, elem_classes="answer")
         with gr.Row():
@@ -63,9 +66,8 @@ class Page:
             self.formatted = gr.Checkbox(label="formatted", container=False, scale=1, min_width=110, elem_id="formatted")
         gr.HTML(look.LEGEND)
         with gr.Row(equal_height=True):
-            self.box = gr.Textbox(placeholder="Ask something. Enter sends, Esc stops.", lines=1,
-                                  max_lines=8, show_label=False, container=False, scale=8, autofocus=True, min_width=280,
-                                  elem_id="box")
+            self.box = gr.Textbox(placeholder="Ask something. Enter sends, Esc stops.", max_lines=8, show_label=False,
+                                  container=False, scale=8, autofocus=True, min_width=280, elem_id="box")
             self.send_button = gr.Button("Send", variant="primary", scale=1, min_width=80, elem_id="send")
             self.stop_button = gr.Button("Stop", scale=1, min_width=80, elem_id="stop")
         self.place = gr.HTML(elem_id="place")
@@ -97,7 +99,7 @@ class Page:
                     gr.Slider(0, 1, 0, step=0.01, label="Min-p (0: off)", min_width=250),
                     gr.Textbox(label="Seed (empty: a new one)", min_width=250),
                     gr.Slider(1, 4096, 256, step=1, label="Max tokens", min_width=250),
-                    gr.Slider(0, 8, 4, step=1, label="k (0: plain)", min_width=250, elem_id="k"),
+                    gr.Slider(0, 8, DEFAULT_K, step=1, label="k (0: plain)", min_width=250, elem_id="k"),
                     gr.Dropdown(VERIFY_RULES, value="match", label="Rule at a temperature", min_width=250,
                                 info="match: both columns draw with one seed, so identity is checked"),
                 ]
@@ -117,18 +119,18 @@ class Page:
         wanted = [self.visitor, self.mode, self.system, *self.settings]
         shown = [self.box, self.place, self.history, self.verdict, *self.columns.values(), *self.replies.values(),
                  *self.answers.values(), self.over_time, self.by_position, self.row, self.json]
-        quiet = dict(show_progress="hidden", api_visibility="private")
-        gr.on([self.box.submit, self.send_button.click], self.send, [self.box, *wanted], shown,
-              api_name="send", show_progress="hidden")
-        self.retry_button.click(self.retry, wanted, shown, api_name="retry", show_progress="hidden")
+        hidden = dict(show_progress="hidden")
+        quiet = hidden | dict(api_visibility="private")
+        gr.on([self.box.submit, self.send_button.click], self.send, [self.box, *wanted], shown, api_name="send", **hidden)
+        self.retry_button.click(self.retry, wanted, shown, api_name="retry", **hidden)
         for prompt, button in self.examples.items():
             button.click(self._example(prompt), wanted, shown, **quiet)
-        self.stop_button.click(self.stop, self.visitor, None, api_name="stop", show_progress="hidden")
-        self.edit_button.click(self.edit, self.visitor, shown, api_name="edit", show_progress="hidden")
-        self.clear_button.click(self.clear, self.visitor, shown, api_name="clear", show_progress="hidden")
+        self.stop_button.click(self.stop, self.visitor, None, api_name="stop", **hidden)
+        self.edit_button.click(self.edit, self.visitor, shown, api_name="edit", **hidden)
+        self.clear_button.click(self.clear, self.visitor, shown, api_name="clear", **hidden)
         self.formatted.change(self.show_formatted, [self.formatted, self.visitor], shown, **quiet)
         self.pair.input(lambda: ("", ""), None, [self.target, self.draft], **quiet)
-        self.load_button.click(self.load, [self.pair, self.target, self.draft], self.banner, api_name="load", show_progress="hidden")
+        self.load_button.click(self.load, [self.pair, self.target, self.draft], self.banner, api_name="load", **hidden)
         self.cancel_button.click(self.cancel_load, None, self.banner, **quiet)
         gr.Timer(1.0).tick(self.banner_html, None, self.banner, **quiet)
         self.blocks.load(self.enter, self.visitor, None, **quiet)
@@ -140,9 +142,7 @@ class Page:
         self.visitors[request.session_hash] = visitor
 
     def leave(self, request: gr.Request) -> None:
-        visitor = self.visitors.pop(request.session_hash, None)
-        if visitor is not None:
-            visitor.clear()
+        self.visitors.pop(request.session_hash, Visitor()).clear()
 
     # a turn
 
@@ -162,11 +162,8 @@ class Page:
         new = [None if name == "seed" else value for name, value in zip(OPTIONS, settings)]
         yield from self._turn(said, visitor, mode, system, new)
 
-    def _example(self, prompt: str) -> Any:
-        def example(*wanted: Any) -> Iterator[dict]:
-            yield from self.send(prompt, *wanted)
-
-        return example
+    def _example(self, prompt: str) -> Callable[..., Iterator[dict]]:
+        return partial(self.send, prompt)
 
     def _turn(self, said: str, visitor: Visitor, mode: str, system: str, settings: Sequence[Any]) -> Iterator[dict]:
         reply, drawn = None, 0.0
@@ -175,61 +172,55 @@ class Page:
                 if isinstance(event, str):
                     yield {self.place: place_html(event), self.history: text.history_html(visitor.said)}
                     continue
-                first, reply = reply is None, event
-                update = self.reply_update(reply, visitor.formatted)
-                if first:
-                    update |= self._columns_for(reply) | {self.place: self._notes(reply), self.history: text.history_html(visitor.said)}
+                update = self.reply_update(event, visitor.formatted)
+                if reply is None:
+                    update |= self._first_update(event, visitor)
+                reply = event
                 if reply.done or time.monotonic() - drawn >= PLOT_S:
                     drawn = time.monotonic()
                     update |= self._plots(reply)
                 yield update
-        except (ValueError, SpecError) as error:
-            yield {self.place: place_html(str(error), bad=True), **({} if reply else {self.box: said})}
         except Exception as error:  # a model can fail in any way, and the page says so and lives on
-            yield {self.place: place_html(f"{type(error).__name__}: {error}", bad=True)}
+            expected = isinstance(error, (ValueError, SpecError))
+            place = place_html(str(error) if expected else f"{type(error).__name__}: {error}", bad=True)
+            yield {self.place: place} if reply else {self.place: place, self.box: said}
         else:
             if reply is None and visitor.session is not None:  # stopped before its turn came
                 yield {self.place: "", self.box: said, self.history: text.history_html(visitor.messages)}
+
+    def _first_update(self, reply: Any, visitor: Visitor) -> dict:
+        notes = [note for note in reply.notes if note not in self.stage.status]  # the banner shows those
+        columns = {column: gr.update(visible=name in reply.lanes) for name, column in self.columns.items()}
+        place = place_html(" · ".join(notes)) if notes else ""
+        return columns | {self.place: place, self.history: text.history_html(visitor.said)}
 
     def reply_update(self, reply: Any, formatted: bool) -> dict:
         update = {self.verdict: numbers.verdict_html(reply)}
         for name in LANES:
             view = reply.lanes.get(name) if reply is not None else None
-            head = numbers.head_html(name, view, reply.options.num_draft_tokens if reply is not None else 4)
+            head = numbers.head_html(name, view, reply.options.num_draft_tokens if reply is not None else DEFAULT_K)
             if view is None or not formatted:
                 made = text.tokens_html(view.pieces) if view is not None else ""
                 update[self.replies[name]] = f'{head}<div class="reply"><div>{made}</div></div>'
                 update[self.answers[name]] = gr.update(visible=False)
                 continue
             thought, answer, finished = text.split_thinking(view.text, reply.thinks)
-            block = "" if thought is None else text.thought_html(thought, finished)
-            update[self.replies[name]] = head + block
+            update[self.replies[name]] = head + ("" if thought is None else text.thought_html(thought, finished))
             update[self.answers[name]] = gr.update(value=text.markdown(answer), visible=True)
         return update
 
-    def _columns_for(self, reply: Any) -> dict:
-        return {self.columns[name]: gr.update(visible=name in reply.lanes) for name in LANES}
-
     def _plots(self, reply: Any) -> dict:
         # Typed, because an empty column would be drawn as names, and stay so.
-        trail = pd.DataFrame(numbers.trail_rows(reply) if reply else [], columns=["device seconds", "tokens", "column"])
-        bars = pd.DataFrame(numbers.acceptance_rows(reply) if reply else [], columns=["position", "% accepted"])
+        trail = pd.DataFrame(numbers.trail_rows(reply), columns=["device seconds", "tokens", "column"])
+        bars = pd.DataFrame(numbers.acceptance_rows(reply), columns=["position", "% accepted"])
         update = {self.over_time: trail.astype({"device seconds": float, "tokens": int, "column": str}),
                   self.by_position: bars.astype({"position": str, "% accepted": float})}
-        if reply is None:
-            update |= {self.row: "", self.json: ""}
-        elif reply.done:
+        if reply.done:
             found = numbers.record(reply, self.stage.pair_name)
             update |= {self.row: numbers.row_markdown(found), self.json: numbers.row_json(found)}
         return update
 
-    def _notes(self, reply: Any) -> str:
-        """Those that the banner does not show already."""
-        notes = [note for note in reply.notes if note not in self.stage.status]
-        return place_html(" · ".join(notes)) if notes else ""
-
-    def stop(self, visitor: Visitor) -> None:
-        visitor.stop()
+    stop = staticmethod(Visitor.stop)
 
     def edit(self, visitor: Visitor) -> dict:
         said = visitor.take_back()
@@ -243,8 +234,8 @@ class Page:
         return self._emptied(visitor)
 
     def _emptied(self, visitor: Visitor) -> dict:
-        return (self.reply_update(None, False) | self._plots(None)
-                | {self.history: text.history_html(visitor.messages), self.place: ""})
+        nothing = dict.fromkeys((self.over_time, self.by_position)) | dict.fromkeys((self.place, self.row, self.json), "")
+        return self.reply_update(None, False) | nothing | {self.history: text.history_html(visitor.messages)}
 
     def show_formatted(self, formatted: bool, visitor: Visitor) -> dict:
         visitor.formatted = formatted
@@ -253,9 +244,9 @@ class Page:
     # pairs
 
     def load(self, pair: str | None, target: str, draft: str) -> str:
-        target, draft = (target or "").strip(), (draft or "").strip()
-        if target or pair:
-            self.stage.load(target or pair, draft or None)
+        chosen = target.strip() or pair
+        if chosen:
+            self.stage.load(chosen, draft.strip() or None)
         return self.banner_html()
 
     def cancel_load(self) -> str:
@@ -274,7 +265,7 @@ def _label(entry: Any) -> str:
 def options_of(settings: Sequence[Any]) -> dict[str, Any]:
     """Options from the widgets' values. Raises ValueError for a seed that is no number."""
     options = dict(zip(OPTIONS, settings))
-    seed = str(options["seed"] if options["seed"] is not None else "").strip()
+    seed = (options["seed"] or "").strip()
     if seed and not seed.isdecimal():
         raise ValueError(f"seed must be a whole number, or empty for a new one; got {seed!r}")
     return options | {name: int(options[name]) for name in WHOLE} | {"seed": int(seed) if seed else None}
@@ -306,9 +297,8 @@ def theme() -> gr.themes.Base:
 def serve(page: Page, host: str = "127.0.0.1", port: int | None = None) -> str:
     """Starts the server and returns its address; whoever calls decides how long it runs."""
     _, address, _ = page.blocks.launch(
-        server_name=host, server_port=port, share=False, prevent_thread_lock=True, quiet=True, inbrowser=False,
-        css=look.CSS, head=look.HEAD, theme=theme(),
-        footer_links=[], ssr_mode=False)
+        server_name=host, server_port=port, share=False, prevent_thread_lock=True, quiet=True, ssr_mode=False,
+        css=look.CSS, head=look.HEAD, theme=theme())
     return address
 
 
@@ -316,14 +306,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if args.pair and find(args.pair) is None:
         raise PairError(f"no pair has the name {args.pair!r}; pairs are: {', '.join(e.name for e in catalogue())}")
-    stage = Stage()
-    page = Page(stage)
+    page = Page(Stage())
     address = serve(page, args.host, args.port)
     print(f"mlx_spec: {address}  (Ctrl-C ends it)", flush=True)
-    stage.load(args.target or args.pair or best_pair(), args.draft)
+    page.stage.load(args.target or args.pair or best_pair(), args.draft)
     if not args.no_browser:
-        import webbrowser
-
         webbrowser.open(address)
     try:
         page.blocks.block_thread()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Sequence
+from typing import Any, Callable
 
 from .engine import Decoder
 from .errors import SpecError
@@ -29,12 +29,11 @@ UPDATE_S = 0.08  # between two views of one reply
 @dataclass
 class View:
     """One lane as it is now. pieces: text and the tokens it was made of, one token where they can be
-    told apart; used_s: device time so far; trail: (used_s, tokens) over time."""
+    told apart; trail: (device seconds, tokens) over time."""
 
-    name: str
+    detokenizer: Any
     pieces: list[tuple[str, tuple[Token, ...]]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
-    used_s: float = 0.0
     finish_reason: str | None = None
     trail: list[tuple[float, int]] = field(default_factory=list)
 
@@ -46,34 +45,25 @@ class View:
     def ids(self) -> list[int]:
         return [t.id for _, tokens in self.pieces for t in tokens]
 
-    def add(self, chunk: Chunk, used_s: float, texts: Sequence[str] | None = None) -> None:
-        """texts: of each of the chunk's tokens, where they are known."""
-        if texts is not None:
+    def add(self, chunk: Chunk, used_s: float) -> None:
+        texts = self._texts(chunk)
+        if "".join(texts) == chunk.text:
             self.pieces.extend((text, (token,)) for text, token in zip(texts, chunk.tokens))
-        elif chunk.text or chunk.tokens:
+        else:
             self.pieces.append((chunk.text, chunk.tokens))
-        self.stats, self.used_s = chunk.stats, used_s
-        self.finish_reason = chunk.finish_reason or self.finish_reason
+        self.stats, self.finish_reason = chunk.stats, chunk.finish_reason
         self.trail.append((used_s, chunk.stats.generation_tokens))
 
-
-class Speller:
-    """The text of each token by itself, for chunks give one of all. A character made of several
-    tokens belongs to its last."""
-
-    def __init__(self, tokenizer: Any):
-        self._detokenizer = tokenizer.detokenizer
-
-    def texts(self, chunk: Chunk) -> list[str] | None:
-        """None where they do not add up to the chunk's text."""
+    def _texts(self, chunk: Chunk) -> list[str]:
+        """Of each token by itself. A character made of several tokens belongs to its last."""
         texts = []
         for token in chunk.tokens:
-            self._detokenizer.add_token(token.id)
-            texts.append(self._detokenizer.last_segment)
+            self.detokenizer.add_token(token.id)
+            texts.append(self.detokenizer.last_segment)
         if chunk.finish_reason and texts:
-            self._detokenizer.finalize()
-            texts[-1] += self._detokenizer.last_segment
-        return texts if "".join(texts) == chunk.text else None
+            self.detokenizer.finalize()
+            texts[-1] += self.detokenizer.last_segment
+        return texts
 
 
 @dataclass
@@ -84,10 +74,10 @@ class Reply:
     lanes: dict[str, View]
     options: Options
     seed: int
-    notes: tuple[str, ...] = ()
+    thinks: bool
+    notes: tuple[str, ...]
     verdict: Verdict | None = None
     done: bool = False
-    thinks: bool = False
 
     def now(self) -> Reply:
         """As it is at this moment, which later chunks do not change."""
@@ -140,17 +130,15 @@ class Arena:
         """Events: (bytes done, bytes in all) while downloading, then the Pair. A draft that fails
         leaves the target answering, with a note."""
 
-        def work(job: Job) -> None:
-            def progress(done: int, total: int) -> None:
-                if job.cancelled():
-                    raise SpecError("loading was cancelled; the pair from before still answers")
-                job.tell((done, total))
-
-            pair = self._load(target, draft or None, draft_required=False, on_progress=progress)
+        def tell(job: Job, event: Any) -> None:
             if job.cancelled():
-                raise SpecError("loading was cancelled; the pair from before still answers")
+                raise SpecError("loading was cancelled")
+            job.tell(event)
+
+        def work(job: Job) -> None:
+            pair = self._load(target, draft, draft_required=False, on_progress=lambda *sizes: tell(job, sizes))
+            tell(job, pair)
             self.pair = pair
-            job.tell(pair)
 
         return self.worker.ask(work)
 
@@ -165,9 +153,8 @@ class Arena:
         checked = Options.of(**options)
         if checked.seed is None:
             checked = checked.but(seed=secrets.randbits(32))  # one for both lanes
-        job = self.worker.ask(lambda job: self._answer(job, session, text, mode, checked, system))
-        session.job = job
-        return job
+        session.job = self.worker.ask(lambda job: self._answer(job, session, text, mode, checked, system))
+        return session.job
 
     def _answer(self, job: Job, session: Session, text: str, mode: str, options: Options, system: str) -> None:
         pair = self.pair
@@ -177,10 +164,11 @@ class Arena:
         start = [{"role": "system", "content": system}] if system.strip() else []
         ids, notes = encode(pair.tokenizer, [*start, *said], vocab_size=pair.vocab_size)
         lanes = [self._lane(name, session, ids, options.but(should_cancel=job.cancelled)) for name in MODES[mode]]
-        reply = Reply({lane.name: View(lane.name) for lane in lanes}, options, options.seed, (*pair.notes, *notes))
-        reply.thinks = pair.tokenizer.decode(ids[-4:]).rstrip().endswith("<think>")
+        views = {lane.name: View(pair.tokenizer.detokenizer) for lane in lanes}
+        thinks = pair.tokenizer.decode(ids[-4:]).rstrip().endswith("<think>")
+        reply = Reply(views, options, options.seed, thinks, (*pair.notes, *notes))
         try:
-            self._run(job, lanes, reply, {lane.name: Speller(pair.tokenizer) for lane in lanes})
+            self._run(job, lanes, reply)
             if len(lanes) == 2 and reply.comparable and not job.cancelled():
                 plain, drafted = (reply.lanes[name].ids for name in MODES[mode])
                 reply.verdict = compare(pair, ids, plain, drafted, options, reply.seed)
@@ -199,10 +187,10 @@ class Arena:
         memory = recall(session.memories.pop(name, None), self.pair, ids, drafting=options.num_draft_tokens > 0)
         return Lane(name, Decoder(self.pair, ids, options, memory=memory, clock=watch), watch)
 
-    def _run(self, job: Job, lanes: list[Lane], reply: Reply, spellers: dict[str, Speller]) -> None:
+    def _run(self, job: Job, lanes: list[Lane], reply: Reply) -> None:
         told = 0.0
         for lane, chunk in race(lanes):
-            reply.lanes[lane.name].add(chunk, lane.watch(), spellers[lane.name].texts(chunk))
+            reply.lanes[lane.name].add(chunk, lane.watch())
             if time.monotonic() - told >= UPDATE_S:
                 told = time.monotonic()
                 job.tell(reply.now())

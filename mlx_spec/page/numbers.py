@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from importlib.metadata import version
 from typing import Any
 
+from .. import __version__
+from ..types import Stats
 from .text import escape
 
 PLAIN, SPECULATIVE = "plain", "speculative"
@@ -26,18 +26,16 @@ def shown(value: float | None, form: str) -> str:
 
 def head_html(name: str, view: Any, k: int) -> str:
     """A column's name, speed and counts."""
-    stats = getattr(view, "stats", None)
-    facts = [("first token", shown(stats and stats.ttft_s, "{:.2f} s")),
-             ("tokens", shown(stats and stats.generation_tokens, "{}"))]
+    stats = view.stats if view is not None else Stats()
+    facts = [("first token", shown(stats.ttft_s, "{:.2f} s")), ("tokens", stats.generation_tokens)]
     if name == SPECULATIVE:
-        facts += [("accepted", shown(stats and stats.acceptance_rate, "{:.0%}")),
-                  ("tokens a round", shown(stats and stats.tokens_per_round, "{:.2f}")), ("", f"k {k}")]
-    memory = stats and stats.peak_memory_bytes
+        facts += [("accepted", shown(stats.acceptance_rate, "{:.0%}")),
+                  ("tokens a round", shown(stats.tokens_per_round, "{:.2f}")), ("", f"k {k}")]
+    memory = stats.peak_memory_bytes
     facts.append(("peak memory", shown(memory and memory / 1e9, "{:.2f} GB")))
     cells = "".join(f"<span><b>{value}</b> {label}</span>" for label, value in facts)
-    speed = shown(stats and stats.generation_tps, "{:.1f}")
-    return (f'<div class="lane {name}"><span class="name">{name}</span>'
-            f'<span class="speed"><b>{speed}</b> tokens/s</span></div><div class="facts">{cells}</div>')
+    return (f'<div class="lane {name}"><span class="name">{name}</span><span class="speed">'
+            f'<b>{shown(stats.generation_tps, "{:.1f}")}</b> tokens/s</span></div><div class="facts">{cells}</div>')
 
 
 def verdict(reply: Any) -> tuple[str, str]:
@@ -47,17 +45,14 @@ def verdict(reply: Any) -> tuple[str, str]:
     speed, kind = speed_of(reply.speedup)
     if not reply.done:
         return kind, f"{speed} so far" if speed else ""
-    plainly = reply.lanes[SPECULATIVE].stats.mode
     if reply.verdict is not None and reply.verdict.kind == "BUG":
-        return "bad", " · ".join(filter(None, (speed, f"{reply.verdict}: a bug, please report it")))
-    if any(v.finish_reason == "cancelled" for v in reply.lanes.values()):
+        kind, said = "bad", f"{reply.verdict}: a bug, please report it"
+    elif any(view.finish_reason == "cancelled" for view in reply.lanes.values()):
         said = "stopped"
-    elif not reply.comparable:
-        said = "texts are not comparable token by token"
     else:
-        said = str(reply.verdict) if reply.verdict is not None else "not compared"
-    if plainly.startswith("plain"):
-        return "open", f"both columns are plain decoding · {said}"
+        said = str(reply.verdict or "not compared") if reply.comparable else "texts are not comparable token by token"
+    if kind != "bad" and reply.lanes[SPECULATIVE].stats.mode.startswith("plain"):
+        kind, speed = "open", "both columns are plain decoding"
     return kind, " · ".join(filter(None, (speed, said)))
 
 
@@ -92,44 +87,23 @@ def acceptance_rows(reply: Any) -> list[tuple[str, float]]:
 
 
 @lru_cache(maxsize=1)
-def machine() -> str:
-    """The chip's name."""
-    try:
-        if platform.system() == "Darwin":
-            return subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True).stdout.strip()
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration, subprocess.CalledProcessError):
-        return platform.processor() or platform.machine()
+def machine() -> dict[str, str]:
+    import mlx.core as mx
 
-
-@lru_cache(maxsize=1)
-def versions() -> str:
-    def of(package: str) -> str:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return "?"
-
-    return ", ".join(f"{name} {of(name)}" for name in ("mlx-spec", "mlx", "mlx-lm"))
+    versions = f"mlx-spec {__version__}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
+    return {"chip": mx.device_info()["device_name"], "system": f"{platform.system()} {platform.release()}", "versions": versions}
 
 
 def record(reply: Any, pair: str) -> dict[str, Any]:
     """What somebody needs to compare this result with theirs."""
-    lanes = {name: view.stats for name, view in reply.lanes.items()}
-    speculative = lanes.get(SPECULATIVE)
-
-    def tps(name: str) -> float | None:
-        rate = lanes[name].generation_tps if name in lanes else None
-        return rate and round(rate, 2)
-
-    rate = speculative and speculative.acceptance_rate
-    return {
-        "chip": machine(), "system": f"{platform.system()} {platform.release()}", "versions": versions(), "pair": pair,
-        "k": reply.options.num_draft_tokens, "verify": reply.options.verify,
-        "temperature": reply.options.temperature, "seed": reply.seed, "plain_tokens_per_s": tps(PLAIN),
-        "speculative_tokens_per_s": tps(SPECULATIVE), "speedup": reply.speedup and round(reply.speedup, 3),
-        "acceptance_rate": rate and round(rate, 4), "verdict": verdict(reply)[1],
+    stats = {name: view.stats for name, view in reply.lanes.items()}
+    plain, speculative = stats.get(PLAIN, Stats()), stats.get(SPECULATIVE, Stats())
+    figures = {"plain_tokens_per_s": plain.generation_tps, "speculative_tokens_per_s": speculative.generation_tps,
+               "speedup": reply.speedup, "acceptance_rate": speculative.acceptance_rate}
+    return machine() | {
+        "pair": pair, "k": reply.options.num_draft_tokens, "verify": reply.options.verify,
+        "temperature": reply.options.temperature, "seed": reply.seed,
+        **{name: value and round(value, 3) for name, value in figures.items()}, "verdict": verdict(reply)[1],
     }
 
 

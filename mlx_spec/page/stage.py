@@ -55,16 +55,19 @@ class Visitor:
 
 
 class Loading:
-    def __init__(self, name: str):
-        self.name, self.job, self._cancelled = name, None, threading.Event()
+    """A pair on its way, and whether it is still wanted."""
+
+    def __init__(self, target: str, draft: str | None):
+        self.name = f"{target} with {draft}" if draft else target
+        self.job, self.cancelled = None, False
 
     def cancel(self) -> None:
-        self._cancelled.set()
+        self.cancelled = True
         if self.job is not None:
             self.job.cancel()
 
     def check(self) -> None:
-        if self._cancelled.is_set():
+        if self.cancelled:
             raise SpecError(CANCELLED)
 
 
@@ -88,8 +91,7 @@ class Stage:
     def load(self, target: str, draft: str | None = None) -> threading.Thread:
         """In place of what is being loaded now. The thread ends with it."""
         self.cancel()
-        loading = Loading(f"{target} with {draft}" if draft else target)
-        self._loading = loading
+        loading = self._loading = Loading(target, draft)
         self._say(loading, "loading", f"loading {loading.name} …")
         thread = threading.Thread(target=self._load, args=(loading, target, draft), daemon=True)
         thread.start()
@@ -111,16 +113,13 @@ class Stage:
 
         try:
             self._fetch(target, draft, progress)
-            loading.check()
             self._say(loading, "loading", f"loading {loading.name} …")
             loading.job = self._arena().prepare(target, draft)
             loading.check()
-            pairs = [event for event in loading.job.events() if not isinstance(event, tuple)]
-            if not pairs:
-                raise SpecError(CANCELLED)
+            notes = loading.job.result()[-1].notes
             self.pair_name = loading.name
-            off = any(note.startswith("draft off") for note in pairs[-1].notes)
-            self._say(loading, "off" if off else "ready", " · ".join((f"{loading.name} is ready", *pairs[-1].notes)))
+            off = any(note.startswith("draft off") for note in notes)
+            self._say(loading, "off" if off else "ready", " · ".join((f"{loading.name} is ready", *notes)))
         except Exception as error:  # whatever a model's files can do; the page lives on
             self._failed(loading, error)
         finally:
@@ -128,11 +127,12 @@ class Stage:
                 self._loading = None
 
     def _failed(self, loading: Loading, error: Exception) -> None:
-        if loading.job is not None:
-            loading.job.cancel()
+        if loading.cancelled:
+            loading.cancel()  # its job, which may have come after
+            error = SpecError(CANCELLED)
         reason = str(error) if isinstance(error, (SpecError, ValueError)) else f"{type(error).__name__}: {error}"
-        still = f" · {self.pair_name} still answers" if self.ready and "still answers" not in reason else ""
-        self._say(loading, "bad", f"{reason}{still}")
+        still = f" · {self.pair_name} still answers" if self.ready else ""
+        self._say(loading, "bad", reason + still)
 
     def _arena(self) -> Any:
         with self._lock:

@@ -32,16 +32,13 @@ def escape(text: str) -> str:
 def tokens_html(pieces: Iterable[tuple[str, tuple[Any, ...]]]) -> str:
     """Each token with its origin as class and its probability under the target as title. Text of
     several tokens that can't be told apart counts as the last one's."""
-    return "".join(_token(text, tokens) for text, tokens in pieces if text)
+    return "".join(_token(text, tokens[-1]) if tokens else escape(text) for text, tokens in pieces if text)
 
 
-def _token(text: str, tokens: tuple[Any, ...]) -> str:
-    if not tokens:
-        return escape(text)
-    token = tokens[-1]
+def _token(text: str, token: Any) -> str:
     probability = math.exp(min(token.logprob, 0.0))
-    kind = escape(token.origin) + ("" if text.strip() else " blank")
-    return f'<span class="t {kind}" title="{escape(token.origin)}, p = {probability:.3g}">{escape(text)}</span>'
+    blank = "" if text.strip() else " blank"
+    return f'<span class="t {token.origin}{blank}" title="{token.origin}, p = {probability:.3g}">{escape(text)}</span>'
 
 
 def split_thinking(text: str, thinks: bool = False) -> tuple[str | None, str, bool]:
@@ -50,15 +47,12 @@ def split_thinking(text: str, thinks: bool = False) -> tuple[str | None, str, bo
     A tag inside code is text. Without an opening tag, what comes before a closing one is thought.
     """
     body = text.lstrip()
-    opened = body.startswith(OPEN)
-    if opened:
-        text = body[len(OPEN):]
-    end = _closing(text, opened or thinks)
+    opened = thinks or body.startswith(OPEN)
+    thought = body.removeprefix(OPEN)
+    end = _closing(thought, opened)
     if end is not None:
-        return text[:end].strip(), text[end + len(CLOSE):].lstrip(), True
-    if opened or thinks:
-        return text.strip(), "", False
-    return None, text, True
+        return thought[:end].strip(), thought[end + len(CLOSE):].lstrip(), True
+    return (thought.strip(), "", False) if opened else (None, text, True)
 
 
 def _closing(text: str, opened: bool) -> int | None:
@@ -99,8 +93,8 @@ def _safe(kind: str, part: str) -> str:
 
 def _parts(text: str) -> Iterator[tuple[str, str]]:
     """("text" | "code" | "maths", part): together they are the text."""
-    for is_code, block in _blocks(text):
-        if is_code:
+    for fence, block in _blocks(text):
+        if fence:
             yield "code", block
             continue
         at = 0
@@ -111,36 +105,24 @@ def _parts(text: str) -> Iterator[tuple[str, str]]:
         yield "text", block[at:]
 
 
-def _blocks(text: str) -> Iterator[tuple[bool, str]]:
-    """Fenced blocks, with their fences, and what lies between."""
-    held, fence = [], None
+def _blocks(text: str) -> Iterator[tuple[str | None, str]]:
+    """Fenced blocks, with their fence, and what lies between; the last one is still open."""
+    held, fence = "", None
     for line in text.splitlines(keepends=True):
         mark = FENCE.match(line)
         if fence is None and mark:
-            yield False, "".join(held)
-            held, fence = [line], mark[1]
-        elif fence is not None and _closes(fence, line):
-            yield True, "".join([*held, line])
-            held, fence = [], None
+            yield None, held
+            held, fence = line, mark[1]
+        elif fence and mark and mark[1].startswith(fence) and line.strip() == mark[1]:
+            yield fence, held + line
+            held, fence = "", None
         else:
-            held.append(line)
-    yield fence is not None, "".join(held)
-
-
-def _closes(fence: str, line: str) -> bool:
-    mark = FENCE.match(line)
-    return bool(mark) and mark[1].startswith(fence) and line.strip() == mark[1]
+            held += line
+    yield fence, held
 
 
 def _open_fence(text: str) -> str | None:
-    fence = None
-    for line in text.splitlines():
-        mark = FENCE.match(line)
-        if fence is None and mark:
-            fence = mark[1]
-        elif fence is not None and _closes(fence, line):
-            fence = None
-    return fence
+    return list(_blocks(text))[-1][0]
 
 
 def history_html(messages: Iterable[dict[str, str]]) -> str:

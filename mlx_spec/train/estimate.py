@@ -6,38 +6,32 @@ magnitude. Imports no MLX.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 SHARE = 0.35  # of peak arithmetic or bandwidth that real runs reach, roughly
 WRITERS = 32  # texts that the target writes side by side
 ROW_BYTES = 24  # for each id and row of a batch: logits, laws and their slopes
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Of a target. weights: in its trunk; bytes: of the whole model as it is stored."""
 
     dim: int
-    layers: int
-    vocab: int
     weights: int
     bytes: int
 
     @classmethod
     def of(cls, config: dict[str, Any], bits: float = 16) -> Sizes:
         """From a config.json of the usual names; a mixture of experts counts as if it were dense."""
-        dim, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
-        heads = config["num_attention_heads"]
-        head = config.get("head_dim") or dim // heads
-        kv = config.get("num_key_value_heads") or heads
+        dim, heads = config["hidden_size"], config["num_attention_heads"]
+        head, kv = config.get("head_dim", dim // heads), config.get("num_key_value_heads", heads)
         block = dim * head * (2 * heads + 2 * kv) + 3 * dim * config["intermediate_size"]
-        embeddings = dim * vocab * (1 if config.get("tie_word_embeddings") else 2)
-        return cls(dim, layers, vocab, layers * block, int((layers * block + embeddings) * bits / 8))
+        weights = config["num_hidden_layers"] * block
+        embeddings = dim * config["vocab_size"] * (1 if config.get("tie_word_embeddings") else 2)
+        return cls(dim, weights, int((weights + embeddings) * bits / 8))
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Seconds by stage, bytes of memory at most, bytes on disk."""
 
     text_s: float
