@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import _get_classes, load_adapters, load_config, load_model, load_tokenizer
+from mlx_lm.utils import load_adapters, load_config, load_model, load_tokenizer
 
-from .errors import PairError, SpecError
+from .errors import PairError
 
 _AGAIN = "download it again"
 
@@ -22,14 +22,13 @@ _AGAIN = "download it again"
 def load_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[nn.Module, TokenizerWrapper]:
     """The model and tokenizer in `folder`, weights evaluated. Raises PairError."""
     config = read_json(folder / "config.json")
-    _check_config(folder, config)
+    if not (config.get("model_type") or config.get("model_file")):
+        raise PairError(f"{folder / 'config.json'} names no model_type: not a language model for mlx-lm")
     check_weights(folder)
     try:
         model, _ = load_model(folder, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(folder, {"trust_remote_code": trust_remote_code},
                                    eos_token_ids=_end_ids(config, load_config(folder)))
-    except SpecError:
-        raise
     except Exception as e:
         raise _explain(folder, e) from e
     return model, tokenizer
@@ -66,29 +65,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_config(folder: Path, config: dict[str, Any]) -> None:
-    if config.get("model_file"):
-        return
-    if not config.get("model_type"):
-        raise PairError(f"{folder / 'config.json'} names no model_type: not a language model for mlx-lm")
-    try:
-        _get_classes(config)
-    except ValueError as e:
-        raise PairError(f"{folder}: model type {config['model_type']!r} is not supported by "
-                        f"mlx-lm {version('mlx-lm')}; choose another model") from e
-
-
 def check_weights(folder: Path) -> None:
     """Whether the files that hold the weights are there and whole. Raises PairError."""
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        for name in sorted(set(read_json(index).get("weight_map", {}).values())):
-            if not (folder / name).exists():
-                raise PairError(f"{folder / name} is missing, but {index.name} names it; {_AGAIN}")
-    shards = sorted(folder.glob("model*.safetensors"))
+    named = read_json(index).get("weight_map", {}).values() if index.exists() else ()
+    shards = {*folder.glob("model*.safetensors"), *(folder / name for name in named)}
     if not shards:
         raise PairError(f"{folder} has no model*.safetensors: the weights are missing; {_AGAIN}")
-    for shard in shards:
+    for shard in sorted(shards):
+        if not shard.exists():
+            raise PairError(f"{shard} is missing, but {index.name} names it; {_AGAIN}")
         _check_shard(shard)
 
 
@@ -109,18 +95,16 @@ def _check_shard(path: Path) -> None:
 
 def _end_ids(*configs: dict[str, Any]) -> list[int]:
     """Union of the configs' end tokens: mlx-lm lets generation_config.json replace config.json's."""
-    ends: set[int] = set()
-    for config in configs:
-        value = config.get("eos_token_id")
-        ends.update(value if isinstance(value, list) else [value])
-    return sorted(ends - {None})
+    ends = [config.get("eos_token_id") for config in configs]
+    return sorted({i for end in ends for i in (end if isinstance(end, list) else [end])} - {None})
 
 
 def _explain(folder: Path, error: Exception) -> PairError:
-    text = str(error)
+    text, release = str(error), f"mlx-lm {version('mlx-lm')}"
+    if text.startswith("Model type "):
+        return PairError(f"{folder}: model type {text.split()[2]!r} is not supported by {release}; choose another model")
     if "trust_remote_code" in text:
         return PairError(f"{folder} brings its own Python code: read it, then allow it with trust_remote_code")
     if any(s in text for s in ("Expected shape", "parameters not in model", "Missing")):
         return PairError(f"{folder / 'config.json'} does not fit the weights beside it ({first_line(error)}); {_AGAIN}")
-    return PairError(f"{folder} can't be loaded by mlx-lm {version('mlx-lm')} "
-                     f"({type(error).__name__}: {first_line(error)})")
+    return PairError(f"{folder} can't be loaded by {release} ({type(error).__name__}: {first_line(error)})")

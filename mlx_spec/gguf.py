@@ -23,19 +23,12 @@ from .folder import first_line
 GROUP_SIZE = 32
 _CONTROL, _USER_DEFINED = 3, 4
 _BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-# One tensor each; a file that has them uses a feature this reader does not.
-_IGNORED = {"rope_freqs"}
+_INSTEAD = "use the model's MLX folder instead"
 
 
 def default_dtype() -> mx.Dtype:
@@ -59,13 +52,12 @@ def load_gguf(path: str | Path, dtype: mx.Dtype | None) -> tuple[nn.Module, Toke
     weights, meta = _read(Path(path))
     for key, wanted in (("general.architecture", "llama"), ("tokenizer.ggml.model", "gpt2")):
         if meta.get(key) != wanted:
-            raise PairError(f"{path}: {key} is {meta.get(key)!r}; of GGUF files only {wanted!r} can be read: "
-                            "use the model's MLX folder instead")
+            raise PairError(f"{path}: {key} is {meta.get(key)!r}; of GGUF files only {wanted!r} can be read: {_INSTEAD}")
     weights = _rename(path, weights)
     try:
         model = llama.Model(_model_args(meta, weights))
         if dtype is None:
-            nn.quantize(model, class_predicate=lambda name, _: _quantisation(name, weights))
+            nn.quantize(model, class_predicate=lambda name, _: _packing(name, weights) or False)
         else:
             weights = _dequantised(weights, dtype)
         model.load_weights(list(weights.items()))
@@ -95,60 +87,55 @@ def _rename(path: str | Path, weights: dict[str, mx.array]) -> dict[str, mx.arra
     renamed = {}
     for name, value in weights.items():
         stem, _, kind = name.rpartition(".")
-        if stem in _IGNORED:
-            raise PairError(f"{path}: scaled rotary embeddings ({name}) can't be read from a GGUF file: "
-                            "use the model's MLX folder instead")
+        if stem == "rope_freqs":
+            raise PairError(f"{path}: scaled rotary embeddings ({name}) can't be read from a GGUF file: {_INSTEAD}")
         head, _, rest = stem.partition(".")
         layer, _, part = rest.partition(".")
-        new = f"model.layers.{layer}.{_BLOCK_NAMES.get(part)}" if head == "blk" else _NAMES.get(stem)
-        if new is None or new.endswith("None"):
-            raise PairError(f"{path}: tensor {name} is not part of a llama model; use the model's MLX folder instead")
+        if stem not in _NAMES and (head != "blk" or part not in _BLOCK_NAMES):
+            raise PairError(f"{path}: tensor {name} is not part of a llama model; {_INSTEAD}")
+        new = _NAMES.get(stem) or f"model.layers.{layer}.{_BLOCK_NAMES[part]}"
         renamed[f"{new}.{kind}"] = value
     return renamed
 
 
 def _model_args(meta: dict[str, Any], weights: dict[str, mx.array]) -> llama.ModelArgs:
-    def get(key: str, *default: Any) -> Any:
-        return meta.get(f"llama.{key}", *default) if default else meta[f"llama.{key}"]
-
+    about = {key.removeprefix("llama."): value for key, value in meta.items()}
+    heads = about["attention.head_count"]
     return llama.ModelArgs(
         model_type="llama",
-        hidden_size=get("embedding_length"),
-        num_hidden_layers=get("block_count"),
-        intermediate_size=get("feed_forward_length"),
-        num_attention_heads=get("attention.head_count"),
-        num_key_value_heads=get("attention.head_count_kv", get("attention.head_count")),
-        head_dim=get("attention.key_length", None),
-        rms_norm_eps=get("attention.layer_norm_rms_epsilon"),
+        hidden_size=about["embedding_length"],
+        num_hidden_layers=about["block_count"],
+        intermediate_size=about["feed_forward_length"],
+        num_attention_heads=heads,
+        num_key_value_heads=about.get("attention.head_count_kv", heads),
+        head_dim=about.get("attention.key_length"),
+        rms_norm_eps=about["attention.layer_norm_rms_epsilon"],
         vocab_size=weights["model.embed_tokens.weight"].shape[0],
-        max_position_embeddings=get("context_length"),
-        rope_theta=get("rope.freq_base", 10000.0),
-        # GGUF permutes query and key rows for interleaved rotary pairs.
-        rope_traditional=True,
+        max_position_embeddings=about["context_length"],
+        rope_theta=about.get("rope.freq_base", 10000.0),
+        rope_traditional=True,  # GGUF permutes query and key rows for interleaved rotary pairs
         tie_word_embeddings="lm_head.weight" not in weights,
     )
 
 
-def _quantisation(name: str, weights: dict[str, mx.array]) -> dict[str, int] | bool:
-    if f"{name}.scales" not in weights:
-        return False
-    return {"group_size": GROUP_SIZE, "bits": _bits(name, weights)}
-
-
-def _bits(name: str, weights: dict[str, mx.array]) -> int:
-    words, groups = weights[f"{name}.weight"].shape[-1], weights[f"{name}.scales"].shape[-1]
-    return words * 32 // (groups * GROUP_SIZE)
+def _packing(name: str, weights: dict[str, mx.array]) -> dict[str, int] | None:
+    """How a quantised weight is packed; None for one that is not."""
+    scales = weights.get(f"{name}.scales")
+    if scales is None:
+        return None
+    bits = weights[f"{name}.weight"].shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE)
+    return {"group_size": GROUP_SIZE, "bits": bits}
 
 
 def _dequantised(weights: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
     plain = {}
     for name, value in weights.items():
         stem, _, kind = name.rpartition(".")
-        scales = weights.get(f"{stem}.scales")
-        if kind == "weight" and scales is not None:
+        packing = _packing(stem, weights)
+        if kind == "weight" and packing:
             # float16 scales would round the products before they reach float32.
-            value = mx.dequantize(value, scales.astype(mx.float32), weights[f"{stem}.biases"].astype(mx.float32),
-                                  group_size=GROUP_SIZE, bits=_bits(stem, weights))
+            scales, biases = (weights[f"{stem}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
+            value = mx.dequantize(value, scales, biases, **packing)
         if kind not in ("scales", "biases"):
             plain[name] = value.astype(dtype)
     return plain
@@ -160,8 +147,7 @@ def _pre_tokenizer(path: str | Path, kind: str) -> pre_tokenizers.PreTokenizer:
         return byte_level
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    raise PairError(f"{path}: the pre-tokenizer {kind!r} can't be read from a GGUF file: "
-                    "use the model's MLX folder instead")
+    raise PairError(f"{path}: the pre-tokenizer {kind!r} can't be read from a GGUF file: {_INSTEAD}")
 
 
 def _tokenizer(path: str | Path, meta: dict[str, Any]) -> TokenizerWrapper:

@@ -12,7 +12,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 Message = Mapping[str, str]
 
 ROLES = ("system", "user", "assistant", "tool")
-EMPTY = "the prompt is empty: write something, or give at least one token id"
 PLAIN_TEXT = "plain-text mode: this model has no chat template; an instruct variant of it answers better"
 SYSTEM_FOLDED = "the chat template has no system role: the system text is part of the first user turn"
 MERGED = "the chat template wants alternating roles: turns in a row by the same role were joined"
@@ -31,16 +30,25 @@ def encode(
     messages {"role", "content"}, put through the chat template with `template_options`.
     An empty prompt is the tokenizer's start token. Raises ValueError.
     """
+    notes: tuple[str, ...] = ()
     if isinstance(prompt, str):
-        return _or_start(tokenizer, _encode_text(tokenizer, prompt)), ()
+        ids = _encode_text(tokenizer, prompt)
+    else:
+        items = _items(prompt)
+        if items and isinstance(items[0], Mapping):
+            ids, notes = _encode_messages(tokenizer, _checked_messages(items), dict(template_options or {}))
+        else:
+            ids = _checked_ids(tokenizer, items, vocab_size)
+    if not ids and (tokenizer is None or tokenizer.bos_token_id is None):
+        raise ValueError("the prompt is empty: write something, or give at least one token id")
+    return ids or [tokenizer.bos_token_id], notes
+
+
+def _items(prompt: Any) -> list[Any]:
     try:
-        items = list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+        return list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
     except TypeError:
         raise ValueError(f"the prompt must be text, token ids or messages; got {type(prompt).__name__}") from None
-    if items and isinstance(items[0], Mapping):
-        ids, notes = _encode_messages(tokenizer, _checked_messages(items), dict(template_options or {}))
-        return _or_start(tokenizer, ids), notes
-    return _or_start(tokenizer, _checked_ids(tokenizer, items, vocab_size)), ()
 
 
 def clean(text: str) -> str:
@@ -58,14 +66,6 @@ def _encode_text(tokenizer: TokenizerWrapper | None, text: str) -> list[int]:
     tokenizer, text = _need_tokenizer(tokenizer), clean(text)
     has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     return list(tokenizer.encode(text, add_special_tokens=not has_start))
-
-
-def _or_start(tokenizer: TokenizerWrapper | None, ids: list[int]) -> list[int]:
-    if ids:
-        return ids
-    if tokenizer is None or tokenizer.bos_token_id is None:
-        raise ValueError(EMPTY)
-    return [tokenizer.bos_token_id]
 
 
 def _checked_ids(tokenizer: TokenizerWrapper | None, ids: list[Any], vocab_size: int | None) -> list[int]:
@@ -113,14 +113,12 @@ def _encode_messages(tokenizer: TokenizerWrapper | None, messages: list[dict[str
 
 
 def _attempts(messages: list[dict[str, str]]):
-    folded, merged = _folded(messages), _merged(messages)
+    """Ways to say the same, each tried where those before it failed."""
+    folded = _folded(messages)
     yield (), messages
-    if merged != messages:
-        yield (MERGED,), merged
-    if folded != messages:
-        yield (SYSTEM_FOLDED,), folded
-        if _merged(folded) != folded:
-            yield (SYSTEM_FOLDED, MERGED), _merged(folded)
+    yield (MERGED,), _merged(messages)
+    yield (SYSTEM_FOLDED,), folded
+    yield (SYSTEM_FOLDED, MERGED), _merged(folded)
 
 
 def _render(tokenizer: TokenizerWrapper, messages: list[dict[str, str]], options: dict[str, Any],
@@ -130,9 +128,9 @@ def _render(tokenizer: TokenizerWrapper, messages: list[dict[str, str]], options
 
 def _folded(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     system = [m["content"] for m in messages if m["role"] == "system"]
-    rest = [dict(m) for m in messages if m["role"] != "system"]
     if not system:
         return messages
+    rest = [dict(m) for m in messages if m["role"] != "system"]
     if not any(m["role"] == "user" for m in rest):
         rest.insert(0, {"role": "user", "content": ""})
     first = next(m for m in rest if m["role"] == "user")
