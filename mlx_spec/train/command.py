@@ -35,39 +35,34 @@ class _Bar:
         self.live, self.said, self.stage = sys.stderr.isatty(), 0.0, ""
 
     def tell(self, stage: Any) -> None:
-        now = time.monotonic()
-        if stage.name == self.stage and now - self.said < (0.2 if self.live else 30) and stage.done != stage.total:
-            return
-        end = "\n" if self.stage and stage.name != self.stage and self.live else ""
-        self.said, self.stage = now, stage.name
-        print(end + ("\r" if self.live else ""), _stage(stage), end="\x1b[K" if self.live else "\n", sep="",
-              file=sys.stderr, flush=True)
+        now, new = time.monotonic(), stage.name != self.stage
+        if new or now - self.said >= (0.2 if self.live else 30) or stage.done == stage.total:
+            before = "" if not self.live else "\n" if new and self.stage else "\r"
+            self.said, self.stage = now, stage.name
+            print(before + _stage(stage), end="\x1b[K" if self.live else "\n", file=sys.stderr, flush=True)
 
 
 def _stage(stage: Any) -> str:
     p = stage.progress
     if p is None:
-        of = f" of {stage.total}" if stage.total else ""
-        what = {"text": "the target writes: {}{} tokens", "states": "hidden states: {}{} tokens"}[stage.name]
-        return what.format(stage.done, of)
+        what = {"text": "the target writes", "states": "hidden states"}[stage.name]
+        return f"{what}: {stage.done}{f' of {stage.total}' if stage.total else ''} tokens"
     filled = round(24 * p.step / p.steps)
     judged = "" if p.score is None else f", first draft kept {p.score.acceptance[0]:.1%}"
-    return (f"training [{'#' * filled}{'.' * (24 - filled)}] step {p.step} of {p.steps}, loss {p.loss:.3f}{judged}, "
+    return (f"training [{'#' * filled:.<24}] step {p.step} of {p.steps}, loss {p.loss:.3f}{judged}, "
             f"{p.tokens_per_s:.0f} tokens/s, {p.left_s / 60:.0f} min left")
 
 
-def _trained(report: Any, out: Any) -> str:
-    percent = lambda values: " ".join(f"{v:.1%}" for v in values)  # noqa: E731
-    score, costs = report.score, report.costs
+def _trained(report: Any, out: Path) -> str:
+    score, costs, rows = report.score, report.costs, range(2, len(report.costs.rows_s) + 1)
+    kept, overlap = (" ".join(f"{v:.1%}" for v in values) for values in (score.acceptance, score.sampled))
     gain = f"{report.speedup:.2f} times plain with {report.k} draft tokens" if report.k else "none: plain decoding is faster"
-    return "\n".join(f"{name + ':':<12} {value}" for name, value in (
-        ("acceptance", f"{percent(score.acceptance)} (greedy, by step, those before it kept; {score.rows[0]:.0f} held-out rows)"),
-        ("overlap", f"{percent(score.sampled)} (sum of min(p, q): temperature 1)"),
-        ("costs", f"c = {costs.c:.3f}, a draft step in target steps; v(2..{len(costs.rows_s)}) = "
-                  f"{' '.join(f'{costs.v(m):.2f}' for m in range(2, len(costs.rows_s) + 1))}, on this machine"),
-        ("predicted", f"{gain}, greedy"),
-        ("draft", f"{out}; use it with --draft-model {out}"),
-    ))
+    return f"""\
+acceptance:  {kept} (greedy, by step, those before it kept; {score.rows[0]:.0f} held-out rows)
+overlap:     {overlap} (sum of min(p, q): temperature 1)
+costs:       c = {costs.c:.3f}, a draft step in target steps; v(2..{rows[-1]}) = {" ".join(f"{costs.v(m):.2f}" for m in rows)}, on this machine
+predicted:   {gain}, greedy
+draft:       {out}; use it with --draft-model {out}"""
 
 
 def fill(parser: argparse.ArgumentParser) -> None:

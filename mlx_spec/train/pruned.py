@@ -7,7 +7,7 @@ beside the target they need no memory of their own. mlx-lm loads it like any mod
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -31,7 +31,7 @@ class Pruned(nn.Module):
     def __init__(self, model: nn.Module, target: nn.Module, ids: mx.array):
         super().__init__()
         self.model, self.ids = model, ids
-        self.shared = Shared(target, ids, embedding(target)[1](mx.array([0])).shape[-1])
+        self.shared = Shared(target, ids, width(target))
         self.freeze(keys="ids", recurse=False)
         for kept in {id(m): m for m in (embedding(model)[1], output(model))}.values():
             kept.freeze()
@@ -46,13 +46,19 @@ class Pruned(nn.Module):
         return self.shared.head(state)
 
 
+def width(target: nn.Module) -> int:
+    """Of its hidden states."""
+    return embedding(target)[1](mx.array([0])).shape[-1]
+
+
 def make_draft(target: nn.Module, ids: mx.array, layers: int | None) -> Pruned:
     """The target without most of its layers. Raises SpecError where its type can't be cut so."""
     total = len(getattr(trunk(target), "layers", ()))
     count = layers or max(1, total // SHARE)
     if not 0 < count < total:
         raise SpecError(f"--layers must be 1 to {total - 1}, fewer than the target has; got {count}")
-    chosen = [round(i * (total - 1) / max(count - 1, 1)) for i in range(count)] if count > 1 else [total - 1]
+    # Evenly spread; a lone one is the last, whose output the head knows.
+    chosen = [round(i * (total - 1) / (count - 1)) for i in range(count)] if count > 1 else [total - 1]
     try:
         model = type(target)(_cut(target.args, chosen, total))
         model.load_weights(_weights(target, chosen), strict=True)
@@ -63,11 +69,16 @@ def make_draft(target: nn.Module, ids: mx.array, layers: int | None) -> Pruned:
     return Pruned(model, target, ids)
 
 
+def config_args(args: Any) -> dict[str, Any]:
+    """The config of the text part by name, to be read or changed; empty where there is none."""
+    inner = getattr(args, "text_config", None)
+    return inner if isinstance(inner, dict) else getattr(inner or args, "__dict__", {})
+
+
 def _cut(args: Any, chosen: Sequence[int], total: int) -> Any:
     """The config with the chosen layers only: their number, and every list that has one item a layer."""
     args = copy.deepcopy(args)
-    inner = getattr(args, "text_config", None)
-    facts = inner if isinstance(inner, dict) else vars(args if inner is None else inner)
+    facts = config_args(args)
     for name, value in facts.items():
         if name in ("num_hidden_layers", "num_layers", "n_layers") and value == total:
             facts[name] = len(chosen)
@@ -79,42 +90,34 @@ def _cut(args: Any, chosen: Sequence[int], total: int) -> Any:
 def _weights(target: nn.Module, chosen: Sequence[int]) -> list[tuple[str, mx.array]]:
     """The target's weights in float32, layers renumbered."""
     modules = dict(target.named_modules())
-    places, found = {i: new for new, i in enumerate(chosen)}, []
+    places, found = {str(i): new for new, i in enumerate(chosen)}, []
     for path, weight in tree_flatten(target.parameters()):
         owner, _, leaf = path.rpartition(".")
         module = modules[owner]
-        packed = hasattr(module, "scales")
-        if packed and leaf in ("scales", "biases"):
-            continue
-        if packed and leaf == "weight":
-            weight = mx.dequantize(weight, module.scales, module.get("biases"), group_size=module.group_size,
-                                   bits=module.bits, mode=getattr(module, "mode", "affine"))
+        if hasattr(module, "scales"):
+            if leaf in ("scales", "biases"):
+                continue
+            if leaf == "weight":
+                weight = mx.dequantize(weight, module.scales, module.get("biases"), module.group_size, module.bits, module.mode)
         before, mark, after = path.partition("layers.")
         number, _, rest = after.partition(".")
-        if mark and number.isdigit():
-            if int(number) not in places:
-                continue
-            path = f"{before}layers.{places[int(number)]}.{rest}"
-        found.append((path, weight.astype(mx.float32)))
+        if number in places:
+            path = f"{before}layers.{places[number]}.{rest}"
+        if not number.isdigit() or number in places:
+            found.append((path, weight.astype(mx.float32)))
     return found
-
-
-def config(model: nn.Module) -> dict[str, Any]:
-    """config.json for mlx-lm."""
-    args = model.args
-    return {k: v for k, v in (asdict(args) if is_dataclass(args) else dict(vars(args))).items() if v is not None}
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer: Any, bits: int, about: dict[str, Any]) -> None:
     """An mlx-lm model folder. Raises SpecError where it can't be written."""
-    facts = config(model) | {"mlx_spec": about}
-    copy = type(model)(model.args)
-    copy.update(tree_map(lambda w: w.astype(mx.float16) if w.dtype == mx.float32 else w, model.parameters()))
+    facts = {k: v for k, v in asdict(model.args).items() if v is not None} | {"mlx_spec": about}
+    small = type(model)(model.args)
+    small.update(tree_map(lambda w: w.astype(mx.float16) if w.dtype == mx.float32 else w, model.parameters()))
     if bits < 16:
-        copy, facts = quantize_model(copy, facts, 64, bits)
+        small, facts = quantize_model(small, facts, 64, bits)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        mlx_lm_save(folder, copy)
+        mlx_lm_save(folder, small)
         save_config(facts, folder / "config.json")
         tokenizer.save_pretrained(folder)
     except (OSError, RuntimeError) as e:

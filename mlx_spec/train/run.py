@@ -8,15 +8,11 @@ Every stage finds what an earlier run of it left behind. Knows nothing of termin
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple
-
-import mlx.core as mx
-import numpy as np
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from ..errors import SpecError
 from ..costs import Costs, best, draft_step, target_rows
@@ -27,13 +23,14 @@ from . import text
 from .batches import split
 from .loop import Progress, Schedule, Trainer
 from .loss import Score
-from .pruned import save_model
+from .pruned import save_model, width
 from .states import Example, States, collect, digest, make_card
 from .students import KINDS, frequent_ids, make, read_depths, scale_norms
 
 JUDGED = 400  # held-out texts of the final report, at most
 TIMED_ROWS = 8
 BITS = (16, 8, 4)
+Tell = Callable[["Stage"], None]
 
 
 @dataclass(frozen=True)
@@ -101,14 +98,15 @@ class Stage(NamedTuple):
     progress: Progress | None = None
 
 
-def train(recipe: Recipe, tell: Callable[[Stage], None] = lambda stage: None) -> Report:
+def train(recipe: Recipe, tell: Tell = lambda stage: None) -> Report:
     """Train a draft and save it in recipe.out. Raises SpecError, one line; KeyboardInterrupt leaves
     a checkpoint to resume from."""
     started = time.perf_counter()
     pair = load(recipe.target, draft=False)
-    _check(pair, recipe)
-    store = _states(pair, recipe, tell)
-    student = _student(pair, recipe, store)
+    _check(pair)
+    depths = read_depths(recipe.kind, pair.target, recipe.depths)
+    store = _states(pair, recipe, depths, tell)
+    student = _student(pair, recipe, depths, store)
     trainer = Trainer(student, store, _schedule(recipe, student), recipe.work, resume=recipe.resume)
     trainer.run(lambda p: tell(Stage("train", p.step, p.steps, p)))
     report = _report(pair, student, trainer, time.perf_counter() - started)
@@ -121,7 +119,7 @@ def train(recipe: Recipe, tell: Callable[[Stage], None] = lambda stage: None) ->
     return report
 
 
-def _check(pair: Pair, recipe: Recipe) -> None:
+def _check(pair: Pair) -> None:
     profile = pair.target_profile
     reason = profile.reason or profile.hidden_reason
     if reason is None and (output(pair.target) is None or embedding(pair.target) is None):
@@ -130,15 +128,10 @@ def _check(pair: Pair, recipe: Recipe) -> None:
         raise SpecError(f"no draft can be trained for this target: {reason}; choose another target")
 
 
-# text and states
-
-
-def _states(pair: Pair, recipe: Recipe, tell: Callable[[Stage], None]) -> States:
-    depths = read_depths(recipe.kind, pair.target, recipe.depths)
-    dim = embedding(pair.target)[1](mx.array([0])).shape[-1]
-    source = _text(pair, recipe, tell)
+def _states(pair: Pair, recipe: Recipe, depths: Sequence[int], tell: Tell) -> States:
+    source = recipe.data or _write(pair, recipe, tell)
     made_from = f"{digest(source) if source.is_file() else source.resolve()}, {recipe.tokens}, {recipe.max_length}"
-    store = States(recipe.work / "states", make_card(recipe.target, depths, dim, made_from))
+    store = States(recipe.work / "states", make_card(recipe.target, depths, width(pair.target), made_from))
     texts = _limited(_with_answers(pair, recipe, source, tell), recipe.tokens)
     collect(store, pair.target, depths, texts, lambda done: tell(Stage("states", done, 0)))
     if len(store) < 2:
@@ -146,25 +139,22 @@ def _states(pair: Pair, recipe: Recipe, tell: Callable[[Stage], None]) -> States
     return store
 
 
-def _text(pair: Pair, recipe: Recipe, tell: Callable[[Stage], None]) -> Path:
-    """Where the text is: what was given, or what the target writes now."""
-    if recipe.data is not None:
-        return recipe.data
-    return text.write(pair, recipe.work, recipe.tokens, recipe.schedule.seed,
-                      on_progress=lambda done: tell(Stage("text", done, recipe.tokens)))
+def _write(pair: Pair, recipe: Recipe, tell: Tell, prompts: Iterator[list[int]] | None = None) -> Path:
+    """What the target writes now, from prompts of its own or these."""
+    return text.write(pair, recipe.work, recipe.tokens, recipe.schedule.seed, prompts,
+                      lambda done: tell(Stage("text", done, recipe.tokens)))
 
 
-def _with_answers(pair: Pair, recipe: Recipe, source: Path, tell: Callable[[Stage], None]) -> Iterator[Example]:
+def _with_answers(pair: Pair, recipe: Recipe, source: Path, tell: Tell) -> Iterator[Example]:
     """Texts as they are; the prompts among them are answered by the target first."""
-    read = lambda: text.read(source, pair.tokenizer, recipe.max_length, pair.vocab_size)  # noqa: E731
-    whole = (t for t in read() if t.answer)
-    asked = (t.prompt for t in read() if not t.answer)
+    def read(path: Path) -> Iterator[Example]:
+        return text.read(path, pair.tokenizer, recipe.max_length, pair.vocab_size)
+
+    yield from (t for t in read(source) if t.answer)
+    asked = (t.prompt for t in read(source) if not t.answer)
     first = next(asked, None)
-    if first is None:
-        return whole
-    written = text.write(pair, recipe.work, recipe.tokens, recipe.schedule.seed, chain([first], asked),
-                         lambda done: tell(Stage("text", done, recipe.tokens)))
-    return chain(whole, text.read(written, pair.tokenizer, recipe.max_length, pair.vocab_size))
+    if first is not None:
+        yield from read(_write(pair, recipe, tell, chain([first], asked)))
 
 
 def _limited(texts: Iterator[Example], tokens: int) -> Iterator[Example]:
@@ -175,31 +165,21 @@ def _limited(texts: Iterator[Example], tokens: int) -> Iterator[Example]:
         yield example
 
 
-# the student
-
-
-def _student(pair: Pair, recipe: Recipe, store: States) -> Any:
+def _student(pair: Pair, recipe: Recipe, depths: Sequence[int], store: States) -> Any:
     tokens, states = store.open()
     rows, _ = split(store.rows, recipe.schedule.held_out)
     ids = frequent_ids(tokens, rows, recipe.vocab, pair.vocab_size)
-    depths = read_depths(recipe.kind, pair.target, recipe.depths)
-    student = make(recipe.kind, pair.target, states.shape[-1], ids, layers=recipe.layers, depths=depths,
-                   seed=recipe.schedule.seed)
-    scale_norms(student, states)
+    student = make(recipe.kind, pair.target, ids, layers=recipe.layers, depths=depths, seed=recipe.schedule.seed)
+    if recipe.kind == "heads":
+        scale_norms(student, states)
     return student
 
 
 def _schedule(recipe: Recipe, student: Any) -> Schedule:
     """Unrolled as far as the kind can be: a language model's steps are all the same."""
-    facts = asdict(recipe.schedule)
-    if recipe.kind == "draft":
-        facts["unroll"] = 1
-    elif recipe.kind == "mlp":
-        facts["unroll"], facts["decay"] = student.largest, 1.0
-    return Schedule(**facts)
-
-
-# the report
+    if recipe.kind == "mlp":
+        return replace(recipe.schedule, unroll=student.largest, decay=1.0)
+    return replace(recipe.schedule, unroll=1) if recipe.kind == "draft" else recipe.schedule
 
 
 def _report(pair: Pair, student: Any, trainer: Trainer, seconds: float) -> Report:

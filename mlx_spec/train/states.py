@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple, Sequence
 
@@ -45,6 +46,10 @@ class Example(NamedTuple):
     answer: list[int]
     temperature: float | None = None
 
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.answer
+
 
 class States:
     """The stored texts. Row t of a text's states is what the target knows after token t; shallow
@@ -58,34 +63,24 @@ class States:
         self.folder, self.width = folder, (card["states"], card["dim"])
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if self._card() != card:
+            made_from, card_text = folder / "card.json", json.dumps(card)
+            if not made_from.exists() or made_from.read_text() != card_text:
                 for name in ("tokens", "states", "rows"):
                     (folder / f"{name}.bin").write_bytes(b"")
-                (folder / "card.json").write_text(json.dumps(card))
+                made_from.write_text(card_text)
             self._repair()
         except OSError as e:
             raise SpecError(f"{folder}: {e.strerror or e}; choose another folder or make room") from e
 
-    def _card(self) -> dict | None:
-        path = self.folder / "card.json"
-        try:
-            return json.loads(path.read_text())
-        except (OSError, ValueError):
-            return None
-
     def _repair(self) -> None:
         """Cut a text that was only partly written."""
-        size = (self.folder / "rows.bin").stat().st_size // 16
-        rows = np.fromfile(self.folder / "rows.bin", np.int32, size * 4).reshape(-1, 4)
-        ends = rows[:, 0].astype(np.int64) + rows[:, 2]
+        size = {name: (self.folder / f"{name}.bin").stat().st_size for name in ("rows", "tokens", "states")}
+        rows = np.fromfile(self.folder / "rows.bin", np.int32, size["rows"] // 16 * 4).reshape(-1, 4)
         item = int(np.prod(self.width)) * 2
-        held = min((self.folder / "tokens.bin").stat().st_size // 4, (self.folder / "states.bin").stat().st_size // item)
-        whole = int((ends <= held).sum())
-        end = int(ends[whole - 1]) if whole else 0
-        for name, length in (("rows", whole * 16), ("tokens", end * 4), ("states", end * item)):
-            with open(self.folder / f"{name}.bin", "r+b") as f:
-                f.truncate(length)
-        self.rows = rows[:whole]
+        held = min(size["tokens"] // 4, size["states"] // item)
+        self.rows = rows[rows[:, 0].astype(np.int64) + rows[:, 2] <= held]
+        for name, length in (("rows", len(self) * 16), ("tokens", self.size * 4), ("states", self.size * item)):
+            os.truncate(self.folder / f"{name}.bin", length)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -101,7 +96,7 @@ class States:
         try:
             with open(self.folder / "tokens.bin", "ab") as t, open(self.folder / "states.bin", "ab") as s:
                 for text, array in zip(texts, states, strict=True):
-                    ids = np.asarray(text.prompt + text.answer, np.int32)
+                    ids = np.asarray(text.ids, np.int32)
                     heat = -1 if text.temperature is None else round(text.temperature * 1000)
                     new.append((start, len(text.prompt), len(ids), heat))
                     t.write(ids.tobytes())
@@ -138,9 +133,8 @@ def collect(store: States, target: nn.Module, depths: Sequence[int], texts: Iter
             on_progress: Callable[[int], None] = lambda tokens: None) -> None:
     """Run the target over the texts that the store does not hold yet."""
     inside = Inside(target, depths)
-    for _ in range(len(store)):
-        next(texts, None)
-    while pool := [text for _, text in zip(range(POOL), texts)]:
+    texts = islice(texts, len(store), None)
+    while pool := list(islice(texts, POOL)):
         store.append(pool, _pass(inside, pool))
         on_progress(store.size)
 
@@ -148,17 +142,17 @@ def collect(store: States, target: nn.Module, depths: Sequence[int], texts: Iter
 def _pass(inside: Inside, pool: list[Example]) -> list[np.ndarray]:
     """The states of a pool's texts, several passes at once where the device has several cores."""
     found: list = [None] * len(pool)
-    passes = _passes([len(text.prompt) + len(text.answer) for text in pool])
-    for i in range(0, len(passes), len(cores())):
-        at_once = passes[i : i + len(cores())]
+    passes = _passes([len(text.ids) for text in pool])
+    while at_once := passes[: len(cores())]:
+        del passes[: len(cores())]
         outs = []
         for core, part in zip(cores(), at_once):
             with mx.stream(core):
-                outs.append(_stack(inside, [pool[j] for j in part]))
+                outs.append(_stack(inside, [pool[j].ids for j in part]))
         mx.eval(outs)
         for part, out in zip(at_once, outs):
             for row, j in enumerate(part):
-                found[j] = np.array(out[row, : len(pool[j].prompt) + len(pool[j].answer)])
+                found[j] = np.array(out[row, : len(pool[j].ids)])
     return found
 
 
@@ -173,10 +167,10 @@ def _passes(lengths: list[int]) -> list[list[int]]:
     return found
 
 
-def _stack(inside: Inside, texts: list[Example]) -> mx.array:
+def _stack(inside: Inside, texts: list[list[int]]) -> mx.array:
     """(texts, rows, states, dim) in float16, padded at the end."""
-    longest = max(len(t.prompt) + len(t.answer) for t in texts)
-    ids = [(t.prompt + t.answer) + [0] * (longest - len(t.prompt) - len(t.answer)) for t in texts]
-    *shallow, final = [s.astype(mx.float32) for s in inside.states(mx.array(ids))]
+    longest = max(map(len, texts))
+    ids = mx.array([text + [0] * (longest - len(text)) for text in texts])
+    *shallow, final = [s.astype(mx.float32) for s in inside.states(ids)]
     scaled = [s * mx.rsqrt(mx.mean(s * s, axis=-1, keepdims=True) + 1e-6) for s in shallow]
     return mx.stack([*scaled, final], axis=2).astype(mx.float16)

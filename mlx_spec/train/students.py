@@ -16,20 +16,18 @@ from ..drafters.heads import Heads, HeadsArgs
 from ..drafters.mlp import Mlp, MlpArgs
 from ..errors import SpecError
 from ..hidden import trunk
+from .pruned import config_args, make_draft, width
 
 KINDS = ("draft", "heads", "mlp")
 MLP_STEPS = 4
 
 
-def make(kind: str, target: nn.Module, dim: int, ids: mx.array, *, layers: int | None = None,
-         depths: Sequence[int] | None = None, seed: int = 0) -> Any:
+def make(kind: str, target: nn.Module, ids: mx.array, *, layers: int | None, depths: Sequence[int], seed: int) -> Any:
     """A new student, bound to its target. Raises SpecError and PairError."""
     mx.random.seed(seed)  # nn.Module draws first weights from the global state
     if kind == "draft":
-        from .pruned import make_draft
-
         return make_draft(target, ids, layers)
-    student = _heads(target, dim, ids, layers or 1, depths) if kind == "heads" else _mlp(dim, ids, layers or MLP_STEPS)
+    student = _heads(target, ids, layers or 1, depths) if kind == "heads" else _mlp(target, ids, layers or MLP_STEPS)
     student.ids = ids
     student.bind(target, mx.float32)
     return student
@@ -47,25 +45,17 @@ def read_depths(kind: str, target: nn.Module, depths: Sequence[int] | None) -> t
     return tuple(sorted(set(depths)))
 
 
-def _heads(target: nn.Module, dim: int, ids: mx.array, layers: int, depths: Sequence[int] | None) -> Heads:
-    facts = _facts(target)
-    head_dim = 64 if dim % 64 == 0 else dim // max(facts.get("num_attention_heads") or 1, 1)
+def _heads(target: nn.Module, ids: mx.array, layers: int, depths: Sequence[int]) -> Heads:
+    dim, facts = width(target), config_args(getattr(target, "args", None))
+    head_dim = 64 if dim % 64 == 0 else dim // (facts.get("num_attention_heads") or 1)
     heads = dim // head_dim
-    return Heads(HeadsArgs(
-        dim, ids.shape[0], list(depths or ()), layers, facts.get("intermediate_size") or 4 * dim, heads,
-        next(n for n in range(max(heads // 3, 1), heads + 1) if heads % n == 0), head_dim,
-        facts.get("rope_theta") or 10000.0))
+    kv_heads = next(n for n in range(max(heads // 3, 1), heads + 1) if heads % n == 0)
+    return Heads(HeadsArgs(dim, ids.shape[0], list(depths), layers, facts.get("intermediate_size") or 4 * dim, heads,
+                           kv_heads, head_dim, facts.get("rope_theta") or 10000.0))
 
 
-def _facts(target: nn.Module) -> dict[str, Any]:
-    """The target's sizes as its config names them, for text inside a larger model too."""
-    args = getattr(target, "args", None)
-    inner = getattr(args, "text_config", None)
-    found = vars(args) if hasattr(args, "__dict__") else {}
-    return inner if isinstance(inner, dict) else vars(inner) if inner is not None else found
-
-
-def _mlp(dim: int, ids: mx.array, steps: int) -> Mlp:
+def _mlp(target: nn.Module, ids: mx.array, steps: int) -> Mlp:
+    dim = width(target)
     return Mlp(MlpArgs(emb_dim=dim, inner_dim=dim, n_predict=steps, vocab_size=ids.shape[0], tie_weights=True,
                        scale_input=True, reduced=True))
 
@@ -79,11 +69,9 @@ def frequent_ids(tokens: np.ndarray, rows: np.ndarray, count: int, total: int) -
     return mx.array(np.sort(order).astype(np.int32))
 
 
-def scale_norms(student: Any, states: np.ndarray) -> None:
+def scale_norms(student: Heads, states: np.ndarray) -> None:
     """Begin where the target is: its states come in with unit spread in every direction, and the
     last norm gives them the spread that its output weights expect."""
-    if not hasattr(student, "inward_norms"):
-        return
     sample = states[: 1 << 13].astype(np.float32)
     for norm, part in zip(student.inward_norms, np.moveaxis(sample, 1, 0)):
         part = part / np.sqrt(np.square(part).mean(axis=-1, keepdims=True) + 1e-6)
