@@ -13,17 +13,13 @@ import signal
 import sys
 import threading
 from contextlib import contextmanager
-from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, Callable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any, Callable, Iterator, Sequence
 
 from . import __version__
 from .errors import PairError, SpecError
 from .train import command as train
 from .types import KV_BITS, KV_GROUP_SIZES, MAX_DRAFT_TOKENS, VERIFY_RULES, Options, Result
-
-if TYPE_CHECKING:
-    from .names import Entry
-    from .pairs import Pair
 
 FAILED, CTRL_C, PIPE_CLOSED = 1, 130, 141  # exit codes; for a wrong command line argparse has 2
 
@@ -48,9 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return PIPE_CLOSED
         print("mlx_spec: error:", e, file=sys.stderr)
         return FAILED
-
-
-# generate
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -91,7 +84,7 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
     return [*system, {"role": "user", "content": text}]
 
 
-def _load(args: argparse.Namespace) -> Pair:
+def _load(args: argparse.Namespace) -> Any:
     from .pairs import catalogue, find, load
 
     pair = "demo" if args.pair is None else args.pair
@@ -148,10 +141,12 @@ def _report(result: Result) -> str:
 
     s = result.stats
     first = "" if s.ttft_s is None else f", the first after {s.ttft_s:.2f} s"
+    accepted = "n/a (nothing was drafted)" if s.acceptance_rate is None else (
+        f"{s.accepted} of {s.drafted} drafted ({s.acceptance_rate:.0%}), {s.tokens_per_round:.2f} tokens a round")
     lines = [
         ("prompt", f"{s.prompt_tokens} tokens, {_rate(s.prompt_tps)}"),
         ("generation", f"{s.generation_tokens} tokens, {_rate(s.generation_tps)}{first}, end: {result.finish_reason}"),
-        ("acceptance", _acceptance(result)),
+        ("acceptance", accepted),
         ("peak memory", "n/a" if s.peak_memory_bytes is None else readable(s.peak_memory_bytes)),
         ("mode", f"{s.mode}, seed {result.seed}"),
         *(("note", note) for note in result.notes),
@@ -163,39 +158,23 @@ def _rate(tokens_per_s: float | None) -> str:
     return "n/a" if tokens_per_s is None else f"{tokens_per_s:.1f} tokens/s"
 
 
-def _acceptance(result: Result) -> str:
-    s = result.stats
-    if s.acceptance_rate is None:
-        return "n/a (nothing was drafted)"
-    return f"{s.accepted} of {s.drafted} drafted ({s.acceptance_rate:.0%}), {s.tokens_per_round:.2f} tokens a round"
-
-
-# pairs and pull
-
-
 def _pairs(args: argparse.Namespace) -> int:
+    from .hub import readable
     from .names import catalogue
 
-    entries = catalogue()
-    print(json.dumps([_record(e) for e in entries], indent=1) if args.json else _table(entries), flush=True)
-    return 0
-
-
-def _record(entry: Entry) -> dict[str, Any]:
-    shown = ("name", "target", "draft", "target_bytes", "draft_bytes", "memory_bytes", "licence", "note")
-    return {name: value for name, value in asdict(entry).items() if name in shown} | {"on_disk": entry.on_disk}
-
-
-def _table(entries: Sequence[Entry]) -> str:
-    from .hub import readable
-
+    if args.json:
+        shown = ("name", "target", "draft", "target_bytes", "draft_bytes", "memory_bytes", "licence", "note", "on_disk")
+        print(json.dumps([{name: getattr(e, name) for name in shown} for e in catalogue()], indent=1), flush=True)
+        return 0
     rows = [("name", "target", "size", "draft", "size", "memory", "here", "licence")]
-    for e in entries:
+    for e in catalogue():
         draft = ("the target itself", "-") if e.draft == "self" else (e.draft, readable(e.draft_bytes))
         rows.append((e.name, e.target, readable(e.target_bytes), *draft, readable(e.memory_bytes),
                      "yes" if e.on_disk else "no", e.licence))
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows)
+    for row in rows:
+        print("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip(), flush=True)
+    return 0
 
 
 def _pull(args: argparse.Namespace) -> int:
@@ -209,9 +188,6 @@ def _pull(args: argparse.Namespace) -> int:
     for path in pull(args.name):
         print(path, flush=True)
     return 0
-
-
-# the command line itself; its help is the documentation, so ranges and defaults are in it
 
 
 class _Help(argparse.HelpFormatter):
@@ -239,11 +215,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mlx_spec {__version__}", help="print the version")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, prog="mlx_spec")
-    _generate_arguments(_command(
+    generate = _command(
         commands, "generate", _generate, "answer a prompt",
         "[--pair NAME | --target MODEL [--draft-model MODEL]] --prompt TEXT [options]",
         "Answer a prompt. The text goes to stdout as it is made, statistics and notes to stderr at the end. "
-        "Ctrl-C ends the reply and keeps what there is; a second one ends the program at once."))
+        "Ctrl-C ends the reply and keeps what there is; a second one ends the program at once.")
+    for fill in (_model_arguments, _decoding_arguments, _sampling_arguments):
+        fill(generate)
     _command(
         commands, "pairs", _pairs, "list the pairs that have a name", "[--json]",
         "List the pairs that have a name: what is downloaded, the memory a chat needs, whether it is on this machine.",
@@ -266,21 +244,8 @@ def _command(commands: Any, name: str, run: Callable, help: str, usage: str, abo
     return command
 
 
-def _generate_arguments(parser: argparse.ArgumentParser) -> None:
-    _model_arguments(parser.add_argument_group(
-        "models", "MODEL is owner/name on the hub, an mlx-lm folder or a .gguf file."))
-    prompt = parser.add_argument_group("prompt").add_argument
-    prompt("--prompt", "-p", metavar="TEXT", required=True,
-           help="one user message, or plain text where there is no chat template; - reads stdin")
-    prompt("--system-prompt", metavar="TEXT", help="a system message before it")
-    prompt("--ignore-chat-template", action="store_true", help="take the prompt as plain text that the model continues")
-    _decoding_arguments(parser.add_argument_group("decoding"))
-    _sampling_arguments(parser.add_argument_group(
-        "sampling", "Filters come first, the temperature last, as in mlx-lm."))
-    _memory_arguments(parser.add_argument_group("memory"))
-
-
-def _model_arguments(group: Any) -> None:
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("models", "MODEL is owner/name on the hub, an mlx-lm folder or a .gguf file.")
     one = group.add_mutually_exclusive_group().add_argument
     one("--pair", metavar="NAME", help="a target and its draft by name, see `mlx_spec pairs` (default: demo)")
     one("--target", "--model", metavar="MODEL", help="the model that answers; also a pair's name")
@@ -294,6 +259,11 @@ def _model_arguments(group: Any) -> None:
     add("--revision", metavar="REV", help="branch, tag or commit of the target on the hub (default: main)")
     add("--draft-revision", metavar="REV", help="the same for the draft")
     add("--trust-remote-code", action="store_true", help="run Python code that the models bring along (default: refuse them)")
+    add = parser.add_argument_group("prompt").add_argument
+    add("--prompt", "-p", metavar="TEXT", required=True,
+        help="one user message, or plain text where there is no chat template; - reads stdin")
+    add("--system-prompt", metavar="TEXT", help="a system message before it")
+    add("--ignore-chat-template", action="store_true", help="take the prompt as plain text that the model continues")
 
 
 def _number(group: Any, name: str, kind: type, metavar: str, help: str, *flags: str) -> None:
@@ -303,7 +273,8 @@ def _number(group: Any, name: str, kind: type, metavar: str, help: str, *flags: 
                        help=help if default is None else f"{help} (default: {default})")
 
 
-def _decoding_arguments(group: Any) -> None:
+def _decoding_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("decoding")
     _number(group, "max_tokens", int, "N", "tokens at most, from 0; -1: no limit", "--max-tokens", "-m")
     _number(group, "num_draft_tokens", int, "K",
             f"tokens drafted a round, 0 to {MAX_DRAFT_TOKENS}; 0: plain decoding, the draft is not loaded")
@@ -316,7 +287,8 @@ def _decoding_arguments(group: Any) -> None:
                        help="one JSON record on stdout in place of the text: text, tokens, counts, notes")
 
 
-def _sampling_arguments(group: Any) -> None:
+def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling", "Filters come first, the temperature last, as in mlx-lm.")
     _number(group, "temperature", float, "T", "temperature from 0, 0: greedy", "--temp")
     _number(group, "top_p", float, "P", "0 to 1; 1 and 0: off")
     _number(group, "top_k", int, "N", "from 0, 0: off")
@@ -326,9 +298,7 @@ def _sampling_arguments(group: Any) -> None:
             "above 0, 1: none; on the last 20 tokens, as the next two (default: none)")
     _number(group, "presence_penalty", float, "X", "taken off the logit of a token that occurred")
     _number(group, "frequency_penalty", float, "X", "the same, times how often it occurred")
-
-
-def _memory_arguments(group: Any) -> None:
+    group = parser.add_argument_group("memory")
     _number(group, "prefill_step_size", int, "N", "prompt tokens read at a time, from 1; fewer need less memory")
     _number(group, "max_kv_size", int, "N", "tokens kept in the caches, from 8: the first 4 and the newest (default: all)")
     _number(group, "kv_bits", int, "BITS", f"quantise keys and values: {', '.join(map(str, KV_BITS))} (default: off)")

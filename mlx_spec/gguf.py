@@ -71,13 +71,7 @@ def load_gguf(path: str | Path, dtype: mx.Dtype | None) -> tuple[nn.Module, Toke
 
 def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
     try:
-        with open(path, "rb") as f:
-            magic = f.read(4)
-        if magic != b"GGUF":
-            raise PairError(f"{path}: not a GGUF file, or cut short; fetch it again")
         weights, meta = mx.load(str(path), return_metadata=True)
-    except OSError as e:
-        raise PairError(f"{path}: can't be read ({e.strerror}); check the path") from e
     except (RuntimeError, ValueError) as e:
         raise PairError(f"{path}: can't be read ({first_line(e)}); fetch it again") from e
     return weights, {k: v.tolist() if isinstance(v, mx.array) else v for k, v in meta.items()}
@@ -102,16 +96,11 @@ def _model_args(meta: dict[str, Any], weights: dict[str, mx.array]) -> llama.Mod
     about = {key.removeprefix("llama."): value for key, value in meta.items()}
     heads = about["attention.head_count"]
     return llama.ModelArgs(
-        model_type="llama",
-        hidden_size=about["embedding_length"],
-        num_hidden_layers=about["block_count"],
-        intermediate_size=about["feed_forward_length"],
-        num_attention_heads=heads,
-        num_key_value_heads=about.get("attention.head_count_kv", heads),
-        head_dim=about.get("attention.key_length"),
-        rms_norm_eps=about["attention.layer_norm_rms_epsilon"],
-        vocab_size=weights["model.embed_tokens.weight"].shape[0],
-        max_position_embeddings=about["context_length"],
+        model_type="llama", vocab_size=weights["model.embed_tokens.weight"].shape[0],
+        hidden_size=about["embedding_length"], intermediate_size=about["feed_forward_length"],
+        num_hidden_layers=about["block_count"], max_position_embeddings=about["context_length"],
+        num_attention_heads=heads, num_key_value_heads=about.get("attention.head_count_kv", heads),
+        head_dim=about.get("attention.key_length"), rms_norm_eps=about["attention.layer_norm_rms_epsilon"],
         rope_theta=about.get("rope.freq_base", 10000.0),
         rope_traditional=True,  # GGUF permutes query and key rows for interleaved rotary pairs
         tie_word_embeddings="lm_head.weight" not in weights,

@@ -71,11 +71,11 @@ def cached_repo(repo: str, revision: str | None = None) -> Path | None:
     """The folder of a repository that is whole in the hub's cache, found without the network."""
     try:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=PATTERNS, local_files_only=True))
+        return folder if _is_whole(folder) else None
     except LocalEntryNotFoundError:
         return None
     except (HFValidationError, OSError) as e:
         raise _explain(repo, revision, e) from e
-    return folder if _is_whole(folder) else None
 
 
 def _is_whole(folder: Path) -> bool:
@@ -144,7 +144,7 @@ def _explain(repo: str, revision: str | None, error: Exception) -> DownloadError
     for kind, reason in REASONS.items():
         if isinstance(error, kind):
             return DownloadError(reason.format(repo=repo, revision=revision))
-    status, name = getattr(getattr(error, "response", None), "status_code", None), type(error).__name__
+    name, status = type(error).__name__, getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
         text = f"the hub refused your token for {repo}: log in again with `hf auth login`, or unset HF_TOKEN"
     elif status:

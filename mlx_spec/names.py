@@ -55,8 +55,8 @@ class Entry:
     @property
     def on_disk(self) -> bool:
         """Whether nothing would have to be downloaded."""
-        drafts = [] if self.draft == "self" or self.ships_draft else [self.draft]
-        return all(cached_repo(repo) for repo in drafts) and _target_on_disk(self) is not None
+        draft_here = self.draft == "self" or self.ships_draft or cached_repo(self.draft)
+        return bool(draft_here and _target_on_disk(self))
 
 
 def models_folder() -> Path:
@@ -88,8 +88,8 @@ def locate(name: str, revision: str | None = None, on_progress: OnProgress | Non
     looks like a path is never looked up on the hub. Raises PairError and DownloadError.
     """
     entry = find(name)
-    if entry is not None:
-        return _locate_entry(entry, revision, on_progress)
+    if entry:
+        return _target_on_disk(entry, revision) or _download_target(entry, revision, on_progress)
     if not name.strip():
         raise PairError("the model name is empty: give a pair's name, a folder, or a hub name owner/name")
     if _is_path(name):
@@ -121,10 +121,7 @@ def _target_on_disk(entry: Entry, revision: str | None = None) -> Path | None:
     return (entry.wheel and not revision and cached_wheel(entry.wheel)) or cached_repo(entry.target, revision)
 
 
-def _locate_entry(entry: Entry, revision: str | None, on_progress: OnProgress | None) -> Path:
-    path = _target_on_disk(entry, revision)
-    if path is not None:
-        return path
+def _download_target(entry: Entry, revision: str | None, on_progress: OnProgress | None) -> Path:
     try:
         return download_repo(entry.target, revision, on_progress)
     except DownloadError as hub_error:

@@ -5,11 +5,14 @@ Encoding and chat templates are the tokenizer's; this knows what to do when a te
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Mapping, Sequence
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 Message = Mapping[str, str]
+Turns = list[dict[str, str]]  # messages that were checked
 
 ROLES = ("system", "user", "assistant", "tool")
 PLAIN_TEXT = "plain-text mode: this model has no chat template; an instruct variant of it answers better"
@@ -17,13 +20,9 @@ SYSTEM_FOLDED = "the chat template has no system role: the system text is part o
 MERGED = "the chat template wants alternating roles: turns in a row by the same role were joined"
 
 
-def encode(
-    tokenizer: TokenizerWrapper | None,
-    prompt: str | Sequence[int] | Sequence[Message],
-    *,
-    vocab_size: int | None = None,
-    template_options: Mapping[str, Any] | None = None,
-) -> tuple[list[int], tuple[str, ...]]:
+def encode(tokenizer: TokenizerWrapper | None, prompt: str | Sequence[int] | Sequence[Message], *,
+           vocab_size: int | None = None, template_options: Mapping[str, Any] | None = None,
+           ) -> tuple[list[int], tuple[str, ...]]:
     """Token ids of a prompt, at least one, and notes on what was done to it.
 
     prompt: text, encoded as mlx-lm's `stream_generate` does; ids from 0 to vocab_size - 1; or
@@ -31,14 +30,17 @@ def encode(
     An empty prompt is the tokenizer's start token. Raises ValueError.
     """
     notes: tuple[str, ...] = ()
-    if isinstance(prompt, str):
+    is_text = isinstance(prompt, str)
+    items = [] if is_text else _items(prompt)
+    is_chat = bool(items) and isinstance(items[0], Mapping)
+    if tokenizer is None and (is_text or is_chat):
+        raise ValueError("this pair has no tokenizer: give the prompt as token ids")
+    if is_text:
         ids = _encode_text(tokenizer, prompt)
+    elif is_chat:
+        ids, notes = _encode_messages(tokenizer, _checked_messages(items), dict(template_options or {}))
     else:
-        items = _items(prompt)
-        if items and isinstance(items[0], Mapping):
-            ids, notes = _encode_messages(tokenizer, _checked_messages(items), dict(template_options or {}))
-        else:
-            ids = _checked_ids(tokenizer, items, vocab_size)
+        ids = _checked_ids(tokenizer, items, vocab_size)
     if not ids and (tokenizer is None or tokenizer.bos_token_id is None):
         raise ValueError("the prompt is empty: write something, or give at least one token id")
     return ids or [tokenizer.bos_token_id], notes
@@ -56,30 +58,24 @@ def clean(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _need_tokenizer(tokenizer: TokenizerWrapper | None) -> TokenizerWrapper:
-    if tokenizer is None:
-        raise ValueError("this pair has no tokenizer: give the prompt as token ids")
-    return tokenizer
-
-
-def _encode_text(tokenizer: TokenizerWrapper | None, text: str) -> list[int]:
-    tokenizer, text = _need_tokenizer(tokenizer), clean(text)
+def _encode_text(tokenizer: TokenizerWrapper, text: str) -> list[int]:
+    text = clean(text)
     has_start = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     return list(tokenizer.encode(text, add_special_tokens=not has_start))
 
 
 def _checked_ids(tokenizer: TokenizerWrapper | None, ids: list[Any], vocab_size: int | None) -> list[int]:
-    if vocab_size is None and tokenizer is not None:
-        vocab_size = max(tokenizer.get_vocab().values()) + 1
+    if vocab_size is None:
+        vocab_size = 2**31 if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
     for i in ids:
         if isinstance(i, bool) or not hasattr(i, "__index__"):
             raise ValueError(f"the prompt must be text, token ids or messages; got a list with {i!r}")
-        if i < 0 or (vocab_size is not None and i >= vocab_size):
-            raise ValueError(f"token ids must be from 0 to {(vocab_size or 2**31) - 1}; got {i}")
+        if not 0 <= i < vocab_size:
+            raise ValueError(f"token ids must be from 0 to {vocab_size - 1}; got {i}")
     return [int(i) for i in ids]
 
 
-def _checked_messages(messages: list[Any]) -> list[dict[str, str]]:
+def _checked_messages(messages: list[Any]) -> Turns:
     checked = []
     for n, message in enumerate(messages):
         if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
@@ -93,9 +89,7 @@ def _checked_messages(messages: list[Any]) -> list[dict[str, str]]:
     return checked
 
 
-def _encode_messages(tokenizer: TokenizerWrapper | None, messages: list[dict[str, str]],
-                     options: dict[str, Any]) -> tuple[list[int], tuple[str, ...]]:
-    tokenizer = _need_tokenizer(tokenizer)
+def _encode_messages(tokenizer: TokenizerWrapper, messages: Turns, options: dict) -> tuple[list[int], tuple[str, ...]]:
     if not tokenizer.has_chat_template:
         return _encode_text(tokenizer, _as_text(messages)), (PLAIN_TEXT,)
     failure: Exception | None = None
@@ -112,7 +106,7 @@ def _encode_messages(tokenizer: TokenizerWrapper | None, messages: list[dict[str
     raise ValueError(f"the chat template refuses these messages: {reason}") from failure
 
 
-def _attempts(messages: list[dict[str, str]]):
+def _attempts(messages: Turns):
     """Ways to say the same, each tried where those before it failed."""
     folded = _folded(messages)
     yield (), messages
@@ -121,12 +115,11 @@ def _attempts(messages: list[dict[str, str]]):
     yield (SYSTEM_FOLDED, MERGED), _merged(folded)
 
 
-def _render(tokenizer: TokenizerWrapper, messages: list[dict[str, str]], options: dict[str, Any],
-            tokenize: bool = False) -> Any:
+def _render(tokenizer: TokenizerWrapper, messages: Turns, options: dict, tokenize: bool = False) -> Any:
     return tokenizer.apply_chat_template(messages, tokenize=tokenize, **{"add_generation_prompt": True} | options)
 
 
-def _folded(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _folded(messages: Turns) -> Turns:
     system = [m["content"] for m in messages if m["role"] == "system"]
     if not system:
         return messages
@@ -138,17 +131,12 @@ def _folded(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     return rest
 
 
-def _merged(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    merged: list[dict[str, str]] = []
-    for message in messages:
-        if merged and merged[-1]["role"] == message["role"]:
-            merged[-1]["content"] += "\n\n" + message["content"]
-        else:
-            merged.append(dict(message))
-    return merged
+def _merged(messages: Turns) -> Turns:
+    return [{"role": role, "content": "\n\n".join(m["content"] for m in turns)}
+            for role, turns in groupby(messages, key=itemgetter("role"))]
 
 
-def _as_text(messages: list[dict[str, str]]) -> str:
+def _as_text(messages: Turns) -> str:
     """A lone user turn as it is; a conversation as a transcript that the reply continues."""
     if len(messages) == 1 and messages[0]["role"] == "user":
         return messages[0]["content"]
