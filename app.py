@@ -47,8 +47,6 @@ class Page:
             self._connect()
         self.blocks.queue(default_concurrency_limit=None)  # the worker has the line, and stop never waits in it
 
-    # what is on the page
-
     def _build_race(self) -> None:
         gr.HTML('<div id="title"><b>mlx_spec</b><span>the same text, sooner: plain and speculative decoding side by side</span></div>')
         self.banner = gr.HTML(self.banner_html)
@@ -136,15 +134,11 @@ class Page:
         self.blocks.load(self.enter, self.visitor, None, **quiet)
         self.blocks.unload(self.leave)
 
-    # visitors
-
     def enter(self, visitor: Visitor, request: gr.Request) -> None:
         self.visitors[request.session_hash] = visitor
 
     def leave(self, request: gr.Request) -> None:
         self.visitors.pop(request.session_hash, Visitor()).clear()
-
-    # a turn
 
     def send(self, said: str, visitor: Visitor, mode: str, system: str, *settings: Any) -> Iterator[dict]:
         said = text.clean(said or "")
@@ -199,14 +193,14 @@ class Page:
         for name in LANES:
             view = reply.lanes.get(name) if reply is not None else None
             head = numbers.head_html(name, view, reply.options.num_draft_tokens if reply is not None else DEFAULT_K)
-            if view is None or not formatted:
-                made = text.tokens_html(view.pieces) if view is not None else ""
-                update[self.replies[name]] = f'{head}<div class="reply"><div>{made}</div></div>'
+            if view is not None and formatted:
+                thought, answer, finished = text.split_thinking(view.text, reply.thinks)
+                made = "" if thought is None else text.thought_html(thought, finished)
+                update[self.answers[name]] = gr.update(value=text.markdown(answer), visible=True)
+            else:
+                made = f'<div class="reply"><div>{text.tokens_html(view.pieces if view is not None else ())}</div></div>'
                 update[self.answers[name]] = gr.update(visible=False)
-                continue
-            thought, answer, finished = text.split_thinking(view.text, reply.thinks)
-            update[self.replies[name]] = head + ("" if thought is None else text.thought_html(thought, finished))
-            update[self.answers[name]] = gr.update(value=text.markdown(answer), visible=True)
+            update[self.replies[name]] = head + made
         return update
 
     def _plots(self, reply: Any) -> dict:
@@ -240,8 +234,6 @@ class Page:
     def show_formatted(self, formatted: bool, visitor: Visitor) -> dict:
         visitor.formatted = formatted
         return self.reply_update(visitor.reply, formatted)
-
-    # pairs
 
     def load(self, pair: str | None, target: str, draft: str) -> str:
         chosen = target.strip() or pair

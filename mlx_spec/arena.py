@@ -104,9 +104,6 @@ class Session:
         self.memories: dict[str, Memory | None] = {}
         self.job: Job | None = None
 
-    def clear(self) -> None:
-        self.messages, self.memories = [], {}
-
     def last_turn(self) -> str | None:
         """Take back the last user turn and what was answered."""
         while self.messages:

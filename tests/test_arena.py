@@ -51,14 +51,13 @@ def test_at_a_temperature_one_seed_serves_both_and_only_match_is_compared(arena,
 
 def test_turns_of_a_conversation_equal_cold_runs_in_both_lanes(arena):
     """A91: and nothing of one visitor reaches the other."""
-    mine, yours = Session(), Session()
+    mine = Session()
     for text in ("my word is plum", "and then?", "what is my word?"):
         before = list(mine.messages)
         reply = ask(arena, mine, text)
         cold = generate(arena.pair, [*before, {"role": "user", "content": text}], max_tokens=24)
         assert reply.lanes[PLAIN].ids == reply.lanes[SPECULATIVE].ids == cold.ids
-        other = ask(arena, yours, "what is my word?", "speculative")
-        yours.clear()
+        other = ask(arena, Session(), "what is my word?", "speculative")
         alone = generate(arena.pair, [{"role": "user", "content": "what is my word?"}], max_tokens=24)
         assert other.lanes[SPECULATIVE].ids == alone.ids
 

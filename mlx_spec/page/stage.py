@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
+from functools import partial
 from typing import Any, Callable, Iterator
 
-from ..errors import SpecError
+from ..errors import DownloadError, PairError, SpecError
 from ..names import catalogue, find, locate
 
 WAIT_S = 0.25  # between two looks at the pair
 DRAIN_S = 0.02  # without an event: the newest is shown
-CANCELLED = "loading was cancelled"
 
 
 class Visitor:
@@ -68,7 +69,8 @@ class Loading:
 
     def check(self) -> None:
         if self.cancelled:
-            raise SpecError(CANCELLED)
+            self.cancel()  # its job, which may have come after
+            raise SpecError("loading was cancelled")
 
 
 class Stage:
@@ -105,34 +107,31 @@ class Stage:
         if self._loading is loading:
             self.kind, self.status = kind, " ".join(status.split())
 
-    def _load(self, loading: Loading, target: str, draft: str | None) -> None:
-        def progress(done: int, total: int) -> None:
-            loading.check()
-            share = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB ({done / total:.0%})" if total else f"{done / 1e6:.0f} MB"
-            self._say(loading, "loading", f"fetching {loading.name}: {share}")
+    def _fetching(self, loading: Loading, done: int, total: int) -> None:
+        loading.check()
+        share = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB ({done / total:.0%})" if total else f"{done / 1e6:.0f} MB"
+        self._say(loading, "loading", f"fetching {loading.name}: {share}")
 
+    def _load(self, loading: Loading, target: str, draft: str | None) -> None:
         try:
-            self._fetch(target, draft, progress)
+            self._fetch(target, draft, partial(self._fetching, loading))
             self._say(loading, "loading", f"loading {loading.name} …")
             loading.job = self._arena().prepare(target, draft)
             loading.check()
-            notes = loading.job.result()[-1].notes
+            events = loading.job.result()
+            if not events:  # it never started
+                loading.check()
+            notes = events[-1].notes
             self.pair_name = loading.name
             off = any(note.startswith("draft off") for note in notes)
             self._say(loading, "off" if off else "ready", " · ".join((f"{loading.name} is ready", *notes)))
         except Exception as error:  # whatever a model's files can do; the page lives on
-            self._failed(loading, error)
+            reason = str(error) if isinstance(error, (SpecError, ValueError)) else f"{type(error).__name__}: {error}"
+            still = f" · {self.pair_name} still answers" if self.ready else ""
+            self._say(loading, "bad", reason + still)
         finally:
             if self._loading is loading:
                 self._loading = None
-
-    def _failed(self, loading: Loading, error: Exception) -> None:
-        if loading.cancelled:
-            loading.cancel()  # its job, which may have come after
-            error = SpecError(CANCELLED)
-        reason = str(error) if isinstance(error, (SpecError, ValueError)) else f"{type(error).__name__}: {error}"
-        still = f" · {self.pair_name} still answers" if self.ready else ""
-        self._say(loading, "bad", reason + still)
 
     def _arena(self) -> Any:
         with self._lock:
@@ -192,11 +191,8 @@ def fetch_models(target: str, draft: str | None, on_progress: Callable[[int, int
     entry = find(target)
     other = draft or (entry and entry.draft_name)
     if other and other != "self":
-        try:
+        with suppress(PairError, DownloadError):
             locate(other, on_progress=on_progress)
-        except SpecError as error:
-            if str(error) == CANCELLED:
-                raise
 
 
 def best_pair() -> str:

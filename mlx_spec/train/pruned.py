@@ -33,8 +33,8 @@ class Pruned(nn.Module):
         self.model, self.ids = model, ids
         self.shared = Shared(target, ids, width(target))
         self.freeze(keys="ids", recurse=False)
-        for kept in {id(m): m for m in (embedding(model)[1], output(model))}.values():
-            kept.freeze()
+        embedding(model)[1].freeze()
+        output(model).freeze()
 
     def unroll(self, tokens: mx.array, states: Sequence[mx.array], steps: int) -> list[mx.array]:
         """Row i of step s: its own state after token i + s."""
