@@ -31,18 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")
     try:
         return args.run(args)
-    except (ValueError, SpecError) as e:
-        print("mlx_spec: error:", " ".join(str(e).split()), file=sys.stderr)
-        return FAILED
     except KeyboardInterrupt:
         print("mlx_spec: interrupted", file=sys.stderr)
         return CTRL_C
-    except OSError as e:
-        # Python flushes stdout once more at its end, and would complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, SpecError, OSError) as e:
+        if isinstance(e, OSError):
+            # Python flushes stdout once more at its end, and would complain then.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(e, BrokenPipeError):
             return PIPE_CLOSED
-        print("mlx_spec: error:", e, file=sys.stderr)
+        print("mlx_spec: error:", " ".join(str(e).split()), file=sys.stderr)
         return FAILED
 
 
@@ -202,12 +200,9 @@ class _Help(argparse.HelpFormatter):
         return f"{', '.join(action.option_strings)} {action.metavar or '{' + ','.join(map(str, action.choices)) + '}'}"
 
 
-_LAYOUT = dict(formatter_class=_Help, allow_abbrev=False)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="mlx_spec", usage="mlx_spec [-h] [--version] COMMAND ...", **_LAYOUT,
+        prog="mlx_spec", usage="mlx_spec [-h] [--version] COMMAND ...", formatter_class=_Help, allow_abbrev=False,
         description="Speculative decoding on MLX: a small draft proposes tokens, the target checks them in one pass, "
                     "and the text is the target's own.",
         epilog="Environment: MLX_SPEC_CACHE, MLX_SPEC_DTYPE, MLX_SPEC_BLAS, HF_HUB_OFFLINE; see README.md. "
@@ -239,7 +234,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(commands: Any, name: str, run: Callable, help: str, usage: str, about: str) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, usage=f"mlx_spec {name} [-h] {usage}", description=about, help=help, **_LAYOUT)
+    command = commands.add_parser(name, usage=f"mlx_spec {name} [-h] {usage}", description=about, help=help,
+                                  formatter_class=_Help, allow_abbrev=False)
     command.set_defaults(run=run)
     return command
 
@@ -258,7 +254,8 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-adapter-path", metavar="DIR", help="LoRA adapter for the draft")
     add("--revision", metavar="REV", help="branch, tag or commit of the target on the hub (default: main)")
     add("--draft-revision", metavar="REV", help="the same for the draft")
-    add("--trust-remote-code", action="store_true", help="run Python code that the models bring along (default: refuse them)")
+    add("--trust-remote-code", action="store_true",
+        help="run Python code that the models bring along (default: refuse them)")
     add = parser.add_argument_group("prompt").add_argument
     add("--prompt", "-p", metavar="TEXT", required=True,
         help="one user message, or plain text where there is no chat template; - reads stdin")
@@ -269,8 +266,9 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
 def _number(group: Any, name: str, kind: type, metavar: str, help: str, *flags: str) -> None:
     """One of the library's options, with its default; a default of None is told in the help's own words."""
     default = getattr(Options, name)
-    group.add_argument(*(flags or ["--" + name.replace("_", "-")]), dest=name, type=kind, metavar=metavar, default=default,
-                       help=help if default is None else f"{help} (default: {default})")
+    flags = flags or ("--" + name.replace("_", "-"),)
+    help = help if default is None else f"{help} (default: {default})"
+    group.add_argument(*flags, dest=name, type=kind, metavar=metavar, default=default, help=help)
 
 
 def _decoding_arguments(parser: argparse.ArgumentParser) -> None:
@@ -300,7 +298,8 @@ def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
     _number(group, "frequency_penalty", float, "X", "the same, times how often it occurred")
     group = parser.add_argument_group("memory")
     _number(group, "prefill_step_size", int, "N", "prompt tokens read at a time, from 1; fewer need less memory")
-    _number(group, "max_kv_size", int, "N", "tokens kept in the caches, from 8: the first 4 and the newest (default: all)")
+    _number(group, "max_kv_size", int, "N",
+            "tokens kept in the caches, from 8: the first 4 and the newest (default: all)")
     _number(group, "kv_bits", int, "BITS", f"quantise keys and values: {', '.join(map(str, KV_BITS))} (default: off)")
     _number(group, "kv_group_size", int, "N", f"values that share a scale: {', '.join(map(str, KV_GROUP_SIZES))}")
     _number(group, "quantized_kv_start", int, "N", "with --kv-bits: from this many tokens on")

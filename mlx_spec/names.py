@@ -87,8 +87,7 @@ def locate(name: str, revision: str | None = None, on_progress: OnProgress | Non
     name: a pair of the catalogue (its target), a path, or a hub repository `owner/name`. What
     looks like a path is never looked up on the hub. Raises PairError and DownloadError.
     """
-    entry = find(name)
-    if entry:
+    if entry := find(name):
         return _target_on_disk(entry, revision) or _download_target(entry, revision, on_progress)
     if not name.strip():
         raise PairError("the model name is empty: give a pair's name, a folder, or a hub name owner/name")
@@ -100,8 +99,7 @@ def locate(name: str, revision: str | None = None, on_progress: OnProgress | Non
 
 
 def _is_path(name: str) -> bool:
-    return (name.startswith(("./", "../", "/", "~")) or name in (".", "..") or "\\" in name
-            or name.endswith(".gguf") or os.path.exists(name))
+    return name.startswith((".", "/", "~")) or "\\" in name or name.endswith(".gguf") or os.path.exists(name)
 
 
 def _locate_path(path: Path) -> Path:

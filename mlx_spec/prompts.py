@@ -93,7 +93,9 @@ def _encode_messages(tokenizer: TokenizerWrapper, messages: Turns, options: dict
     if not tokenizer.has_chat_template:
         return _encode_text(tokenizer, _as_text(messages)), (PLAIN_TEXT,)
     failure: Exception | None = None
-    for notes, attempt in _attempts(messages):
+    folded = _folded(messages)
+    for notes, attempt in (((), messages), ((MERGED,), _merged(messages)), ((SYSTEM_FOLDED,), folded),
+                           ((SYSTEM_FOLDED, MERGED), _merged(folded))):
         try:
             text = _render(tokenizer, attempt, options)
             ids = _render(tokenizer, attempt, options, tokenize=True)
@@ -104,15 +106,6 @@ def _encode_messages(tokenizer: TokenizerWrapper, messages: Turns, options: dict
             return list(ids), notes
     reason = (str(failure).strip().splitlines() or [""])[0]
     raise ValueError(f"the chat template refuses these messages: {reason}") from failure
-
-
-def _attempts(messages: Turns):
-    """Ways to say the same, each tried where those before it failed."""
-    folded = _folded(messages)
-    yield (), messages
-    yield (MERGED,), _merged(messages)
-    yield (SYSTEM_FOLDED,), folded
-    yield (SYSTEM_FOLDED, MERGED), _merged(folded)
 
 
 def _render(tokenizer: TokenizerWrapper, messages: Turns, options: dict, tokenize: bool = False) -> Any:
