@@ -155,8 +155,6 @@ class Arena:
 
     def _answer(self, job: Job, session: Session, text: str, mode: str, options: Options, system: str) -> None:
         pair = self.pair
-        if pair is None:
-            raise SpecError("no pair is loaded yet")
         said = [*session.messages, {"role": "user", "content": text}]
         start = [{"role": "system", "content": system}] if system.strip() else []
         ids, notes = encode(pair.tokenizer, [*start, *said], vocab_size=pair.vocab_size)
