@@ -89,12 +89,8 @@ def _load(args: argparse.Namespace) -> Any:
     if find(pair) is None:
         raise PairError(f"no pair has the name {pair!r}; pairs are: {', '.join(e.name for e in catalogue())}")
     given = ("adapter_path", "draft_adapter_path", "revision", "draft_revision", "trust_remote_code")
-    return load(
-        pair if args.target is None else args.target,
-        args.draft_model if args.num_draft_tokens else False,
-        draft_required=not args.draft_optional,
-        **{name: getattr(args, name) for name in given},
-    )
+    return load(pair if args.target is None else args.target, args.draft_model if args.num_draft_tokens else False,
+                draft_required=not args.draft_optional, **{name: getattr(args, name) for name in given})
 
 
 @contextmanager
@@ -138,22 +134,19 @@ def _report(result: Result) -> str:
     from .hub import readable
 
     s = result.stats
+    read, written = ("n/a" if tps is None else f"{tps:.1f} tokens/s" for tps in (s.prompt_tps, s.generation_tps))
     first = "" if s.ttft_s is None else f", the first after {s.ttft_s:.2f} s"
     accepted = "n/a (nothing was drafted)" if s.acceptance_rate is None else (
         f"{s.accepted} of {s.drafted} drafted ({s.acceptance_rate:.0%}), {s.tokens_per_round:.2f} tokens a round")
     lines = [
-        ("prompt", f"{s.prompt_tokens} tokens, {_rate(s.prompt_tps)}"),
-        ("generation", f"{s.generation_tokens} tokens, {_rate(s.generation_tps)}{first}, end: {result.finish_reason}"),
+        ("prompt", f"{s.prompt_tokens} tokens, {read}"),
+        ("generation", f"{s.generation_tokens} tokens, {written}{first}, end: {result.finish_reason}"),
         ("acceptance", accepted),
         ("peak memory", "n/a" if s.peak_memory_bytes is None else readable(s.peak_memory_bytes)),
         ("mode", f"{s.mode}, seed {result.seed}"),
         *(("note", note) for note in result.notes),
     ]
     return "\n".join(f"{name + ':':<12} {value}" for name, value in lines)
-
-
-def _rate(tokens_per_s: float | None) -> str:
-    return "n/a" if tokens_per_s is None else f"{tokens_per_s:.1f} tokens/s"
 
 
 def _pairs(args: argparse.Namespace) -> int:

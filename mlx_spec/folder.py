@@ -42,11 +42,9 @@ def apply_adapter(model: nn.Module, adapter_path: str | Path) -> nn.Module:
         raise PairError(f"{folder} has no adapter_config.json: not an adapter folder")
     _check_shard(folder / "adapters.safetensors")
     try:
-        model = load_adapters(model, str(folder))
+        return load_adapters(model, str(folder)).eval()
     except Exception as e:
         raise PairError(f"the adapter {folder} does not fit the model ({first_line(e)})") from e
-    model.eval()
-    return model
 
 
 def first_line(error: Exception) -> str:

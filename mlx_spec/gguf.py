@@ -136,17 +136,12 @@ def _tokenizer(meta: dict[str, Any]) -> TokenizerWrapper:
     core = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(pieces)}, merges=merges))
     core.pre_tokenizer = _pre_tokenizer(meta.get("tokenizer.ggml.pre", "default"))
     core.decoder = decoders.ByteLevel()
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        core.add_tokens([AddedToken(t, normalized=False, special=special)
-                         for t, k in zip(pieces, kinds) if k == kind])
-
-    def piece(name: str) -> str | None:
-        index = meta.get(f"tokenizer.ggml.{name}_token_id")
-        return None if index is None else pieces[index]
-
+    core.add_tokens([AddedToken(piece, normalized=False, special=kind == _CONTROL)
+                     for piece, kind in zip(pieces, kinds) if kind in (_CONTROL, _USER_DEFINED)])
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {ours: meta.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in names.items()}
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=core, clean_up_tokenization_spaces=False, bos_token=piece("bos"), eos_token=piece("eos"),
-        unk_token=piece("unknown"), pad_token=piece("padding"), model_max_length=meta["llama.context_length"],
-    )
+        tokenizer_object=core, clean_up_tokenization_spaces=False, model_max_length=meta["llama.context_length"],
+        **{name: pieces[i] for name, i in ids.items() if i is not None})
     fast.chat_template = meta.get("tokenizer.chat_template")
     return TokenizerWrapper(fast, BPEStreamingDetokenizer)

@@ -79,20 +79,14 @@ def cached_repo(repo: str, revision: str | None = None) -> Path | None:
 
 def _is_whole(folder: Path) -> bool:
     files = [path.name for path in folder.iterdir() if path.exists()]
-    shards = _json(folder / "model.safetensors.index.json").get("weight_map", {}).values()
-    needed = ["config.json", "model*.safetensors", *set(shards)]
-    if _json(folder / "config.json").get("model_type") not in NO_TOKENIZER and not any(
-            fnmatch.filter(files, name) for name in TOKENIZERS):
-        return False
-    return all(fnmatch.filter(files, name) for name in needed)
-
-
-def _json(path: Path) -> dict:
-    """What is not there or damaged is said when it is loaded."""
+    index = folder / "model.safetensors.index.json"
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
+        shards = json.loads(index.read_text())["weight_map"].values() if index.exists() else ()
+        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError, KeyError):
+        return False
+    has_tokenizer = kind in NO_TOKENIZER or any(fnmatch.filter(files, name) for name in TOKENIZERS)
+    return has_tokenizer and all(fnmatch.filter(files, name) for name in {"model*.safetensors", *shards})
 
 
 def download_repo(repo: str, revision: str | None = None, on_progress: OnProgress | None = None) -> Path:
@@ -199,15 +193,13 @@ def _pip_download(wheel: Wheel, folder: Path) -> Path:
                "--disable-pip-version-check", "--retries", "1", *quiet, "-d", str(folder), wheel.requirement]
     # 2: pip draws its bar on stdout, which belongs to the answer.
     run = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)
-    found = sorted(folder.glob("*.whl"))
-    if run.returncode or not found:
+    if run.returncode:
         reason = (run.stderr.strip().splitlines() or ["no output"])[-1][:200]
         raise DownloadError(f"{wheel.requirement} can't be fetched with pip ({reason}): check the network")
-    return found[0]
+    return next(folder.glob("*.whl"))
 
 
 def _check_sha256(path: Path, wanted: str) -> None:
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != wanted:
-        raise DownloadError(f"{path.name} is not the file it should be (checksum {found[:12]}..., "
-                            f"expected {wanted[:12]}...): try again, or report it")
+        raise DownloadError(f"{path.name} is not the file it should be (checksum {found[:12]}...): try again")

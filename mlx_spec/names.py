@@ -91,15 +91,11 @@ def locate(name: str, revision: str | None = None, on_progress: OnProgress | Non
         return _target_on_disk(entry, revision) or _download_target(entry, revision, on_progress)
     if not name.strip():
         raise PairError("the model name is empty: give a pair's name, a folder, or a hub name owner/name")
-    if _is_path(name):
+    if name.startswith((".", "/", "~")) or "\\" in name or name.endswith(".gguf") or os.path.exists(name):
         return _locate_path(Path(name).expanduser())
     if "/" not in name:
         raise PairError(f"{name!r} is no pair, folder or hub name (owner/name); pairs are: {', '.join(_entries())}")
     return cached_repo(name, revision) or download_repo(name, revision, on_progress)
-
-
-def _is_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or "\\" in name or name.endswith(".gguf") or os.path.exists(name)
 
 
 def _locate_path(path: Path) -> Path:
@@ -139,5 +135,5 @@ def pull(name: str, on_progress: OnProgress | None = None) -> list[Path]:
     The size and a progress bar are shown on stderr. Raises PairError and DownloadError.
     """
     entry = find(name)
-    names = [name] if entry is None or entry.draft == "self" else [name, entry.draft_name]
-    return [locate(n, on_progress=on_progress) for n in names]
+    drafts = [entry.draft_name] if entry and entry.draft != "self" else []
+    return [locate(n, on_progress=on_progress) for n in (name, *drafts)]

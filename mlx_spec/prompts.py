@@ -92,8 +92,7 @@ def _checked_messages(messages: list[Any]) -> Turns:
 def _encode_messages(tokenizer: TokenizerWrapper, messages: Turns, options: dict) -> tuple[list[int], tuple[str, ...]]:
     if not tokenizer.has_chat_template:
         return _encode_text(tokenizer, _as_text(messages)), (PLAIN_TEXT,)
-    failure: Exception | None = None
-    folded = _folded(messages)
+    failure, folded = None, _folded(messages)
     for notes, attempt in (((), messages), ((MERGED,), _merged(messages)), ((SYSTEM_FOLDED,), folded),
                            ((SYSTEM_FOLDED, MERGED), _merged(folded))):
         try:
