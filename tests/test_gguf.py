@@ -154,10 +154,10 @@ def test_the_demo_answers_a_question(demo):
 
 
 @pytest.mark.real
-def test_the_demo_drafts_for_itself_in_the_platforms_type(demo):
-    assert demo.draft is demo.target and demo.vocab_size == demo.draft_vocab_size == 49152
+def test_the_demo_and_its_draft_compute_in_the_platforms_type(demo):
+    assert demo.vocab_size == demo.draft_vocab_size == 49152 and demo.draft.norm.weight.dtype == gguf.default_dtype()
     assert {v.dtype for _, v in tree_flatten(demo.target.parameters())} == {gguf.default_dtype()}
-    assert demo.end_ids == {2} and demo.draft_max_length == 8192
+    assert demo.end_ids == {2} and demo.draft_max_length is None
 
 
 @pytest.mark.real

@@ -3,6 +3,7 @@
 import json
 import resource
 import signal
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -275,26 +276,29 @@ def test_ids_that_are_no_ids_are_refused(folder, ids):
 # --- faults on writing
 
 
-@pytest.fixture
+@contextmanager
 def small_disk():
-    """No file may become larger than 4 kB."""
+    """No file may become larger than 4 kB; not for the length of a test, whose runner writes too."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_no_half_draft(tmp_path, small_disk):
-    assert "make room" in refusal(save, tmp_path / "d", MAKE["mlp"](), kind=SpecError)
+def test_a_full_disk_leaves_no_half_draft(tmp_path):
+    module = MAKE["mlp"]()
+    with small_disk():
+        assert "make room" in refusal(save, tmp_path / "d", module, kind=SpecError)
     assert not (tmp_path / "d").exists()
 
 
-def test_a_full_disk_leaves_the_draft_that_was_there(folder, request):
-    before = weights(load_saved(folder))
-    request.getfixturevalue("small_disk")
-    other = mlp(tiny.make("llama"), seed=9)
-    assert "can't be written" in refusal(save, folder, other, kind=SpecError)
+def test_a_full_disk_leaves_the_draft_that_was_there(folder):
+    before, other = weights(load_saved(folder)), mlp(tiny.make("llama"), seed=9)
+    with small_disk():
+        assert "can't be written" in refusal(save, folder, other, kind=SpecError)
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
     assert all(mx.array_equal(v, before[k]) for k, v in weights(load_saved(folder)).items())
 
