@@ -261,9 +261,10 @@ class Decoder:
             mx.eval([flight.packed for flight in self.flights])
 
     def _drain(self) -> None:
-        self.settle()
-        self.flights.clear()
-        mx.clear_cache()
+        with _device:
+            self.settle()
+            self.flights.clear()
+            mx.clear_cache()
 
     # deciding a round
 
@@ -348,8 +349,9 @@ class Decoder:
 
     def leave(self) -> Memory | None:
         """What a later turn can build on; the decoder is spent."""
-        self._drain()
-        return self.context.leave(self.history, self.missed, self.length - len(self.history))
+        with _device:
+            self._drain()
+            return self.context.leave(self.history, self.missed, self.length - len(self.history))
 
 
 def _build(round: Round, plan: Plan, state: tuple) -> tuple[tuple, mx.array]:
