@@ -77,14 +77,18 @@ class Score(NamedTuple):
 def score(student: Any, batch: Batch, steps: int) -> Score:
     """How a draft of `steps` tokens would fare on a text that the target wrote. Evaluates."""
     outs = student.unroll(batch.tokens, batch.states, steps)
-    ids, standing, found = student.ids, None, []
+    rows, places = batch.rows(0), np.zeros(batch.tokens.size, np.int32)
+    places[rows] = np.arange(len(rows))
+    theirs = student.shared.whole(_flat(batch.states[-1])[mx.array(rows)])
+    best, laws = mx.argmax(theirs, axis=-1), mx.softmax(theirs, axis=-1)[:, student.ids]
+    mx.eval(best, laws)
+    standing, found = None, []
     for step, out in enumerate(outs):
         rows = batch.rows(step)
+        at = mx.array(places[rows + step])
         logits = student.logits(_flat(out)[mx.array(rows)], step)
-        theirs = student.shared.whole(_flat(batch.states[-1])[mx.array(rows + step)])
-        agree = ids[mx.argmax(logits, axis=-1)] == mx.argmax(theirs, axis=-1)
-        p = mx.softmax(theirs, axis=-1)[:, ids]
-        overlap = mx.minimum(p, mx.softmax(logits, axis=-1)).sum()
+        agree = student.ids[mx.argmax(logits, axis=-1)] == best[at]
+        overlap = mx.minimum(laws[at], mx.softmax(logits, axis=-1)).sum()
         agree, overlap = np.array(agree), overlap.item()
         reached = np.ones(len(rows), bool) if standing is None else standing[rows]
         found.append((reached.sum(), (reached & agree).sum(), overlap, len(rows)))
