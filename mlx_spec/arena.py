@@ -167,9 +167,8 @@ class Arena:
             if len(lanes) == 2 and reply.comparable and not job.cancelled():
                 plain, drafted = (reply.lanes[name].ids for name in MODES[mode])
                 reply.verdict = compare(pair, ids, plain, drafted, options, reply.seed)
+            session.memories |= {lane.name: lane.decoder.leave() for lane in lanes}  # not after a fault
         finally:
-            for lane in lanes:
-                session.memories[lane.name] = lane.decoder.leave()
             kept = reply.lanes[lanes[-1].name].text
             session.messages = [*said, {"role": "assistant", "content": kept}] if kept else said
         reply.done = True

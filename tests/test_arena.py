@@ -4,6 +4,7 @@ import pytest
 import tiny
 from helpers import heads
 
+from mlx_spec import arena as arena_module
 from mlx_spec import generate
 from mlx_spec.arena import PLAIN, SPECULATIVE, Arena, Session
 from mlx_spec.errors import PairError, SpecError
@@ -153,3 +154,24 @@ def test_each_token_has_its_own_text_and_together_they_are_the_reply(arena):
         assert len(alone) >= 0.8 * len(view.ids) and len(view.ids) == view.stats.generation_tokens
         decoded = arena.pair.tokenizer.decode(view.ids)
         assert view.text == decoded
+
+
+def test_nothing_is_built_on_what_a_fault_left_behind(arena, monkeypatch):
+    """A reply that breaks keeps its text, not its caches; the next turn equals a cold run."""
+    session, real = Session(), arena_module.race
+
+    def breaks(lanes):
+        for n, step in enumerate(real(lanes)):
+            yield step
+            if n == 27:
+                raise SpecError("the model gave logits that are not numbers")
+
+    monkeypatch.setattr(arena_module, "race", breaks)
+    with pytest.raises(SpecError, match="not numbers"):
+        ask(arena, session)
+    monkeypatch.undo()
+    assert not session.memories and session.messages[0]["content"] == "hello"
+    before = list(session.messages)
+    reply = ask(arena, session, "again")
+    cold = generate(arena.pair, [*before, {"role": "user", "content": "again"}], max_tokens=24)
+    assert reply.lanes[PLAIN].ids == reply.lanes[SPECULATIVE].ids == cold.ids
