@@ -8,11 +8,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+from estimate import Sizes, estimate
 
 from mlx_spec import cli
 from mlx_spec.hub import readable
 from mlx_spec.names import catalogue, models_folder
-from mlx_spec.train.estimate import Sizes, estimate
 
 PAGE = Path(__file__).parents[1] / "models/README.md"
 TABLE = re.compile(r"(<!-- estimates -->\n).*?(<!-- end -->)", re.S)
