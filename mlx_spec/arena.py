@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable
 
@@ -122,6 +123,7 @@ class Arena:
 
     def __init__(self, loader: Callable[..., Pair] = load):
         self.worker, self.pair, self._load = Worker(), None, loader
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
     def prepare(self, target: str, draft: str | None = None) -> Job:
         """Events: (bytes done, bytes in all) while downloading, then the Pair. A draft that fails
@@ -136,11 +138,15 @@ class Arena:
             pair = self._load(target, draft, draft_required=False, on_progress=lambda *sizes: tell(job, sizes))
             tell(job, pair)
             self.pair = pair
+            for session in list(self._sessions):  # caches would keep the old weights in memory
+                session.memories = {}
 
         return self.worker.ask(work)
 
     def session(self) -> Session:
-        return Session()
+        session = Session()
+        self._sessions.add(session)
+        return session
 
     def answer(self, session: Session, text: str, mode: str, options: dict[str, Any], system: str = "") -> Job:
         """Events: a Reply again and again, the last one done. The turn joins the session when it

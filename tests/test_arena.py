@@ -1,5 +1,8 @@
 """The page's other side: sessions, races, verdicts, pairs that fail, all through the worker."""
 
+import gc
+import weakref
+
 import pytest
 import tiny
 from helpers import heads
@@ -175,3 +178,14 @@ def test_nothing_is_built_on_what_a_fault_left_behind(arena, monkeypatch):
     reply = ask(arena, session, "again")
     cold = generate(arena.pair, [*before, {"role": "user", "content": "again"}], max_tokens=24)
     assert reply.lanes[PLAIN].ids == reply.lanes[SPECULATIVE].ids == cold.ids
+
+
+def test_a_new_pair_is_not_kept_company_by_the_old_ones_weights(arena):
+    """A81: a visitor who does not come back holds no model."""
+    session = arena.session()
+    ask(arena, session)
+    gone = weakref.ref(arena.pair.target)
+    arena.prepare("x").result()
+    gc.collect()
+    assert gone() is None and not session.memories
+    assert ask(arena, session, "again").verdict.kind == "identical"
