@@ -19,6 +19,7 @@ import tiny
 
 import mlx_spec
 from mlx_spec import cli, engine, hub, names
+from mlx_spec.commands import arguments, generate
 from mlx_spec.errors import DownloadError
 from mlx_spec.types import Chunk
 
@@ -134,7 +135,7 @@ def test_text_is_written_as_it_is_made(run, monkeypatch):
             assert "".join(written) == "".join(shown)
 
     monkeypatch.setattr(engine.Decoder, "chunks", chunks)
-    monkeypatch.setattr(cli, "_show", written.append)
+    monkeypatch.setattr(generate, "_show", written.append)
     assert run("--max-tokens", 20)[0] == 0 and len(shown) > 4
 
 
@@ -169,7 +170,7 @@ PYTHON_ONLY = {"logits_processors", "logit_bias", "should_cancel", "on_progress"
 
 
 def options_of(flags):
-    return mlx_spec.Options(**cli._options(cli._parser().parse_args(["generate", "--prompt", "a", *flags])))
+    return mlx_spec.Options(**arguments.read_options(cli._parser().parse_args(["generate", "--prompt", "a", *flags])))
 
 
 def test_every_option_that_is_not_pythons_alone_has_a_flag():
@@ -276,7 +277,7 @@ def test_half_a_character_on_the_command_line_is_read(run):
 def test_a_terminal_that_lacks_a_character_gets_a_question_mark(monkeypatch):
     buffer = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
-    cli._show("caf\u00e9 \U0001f600!")
+    generate._show("caf\u00e9 \U0001f600!")
     assert buffer.getvalue() == b"caf? ?!"
 
 

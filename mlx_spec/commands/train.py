@@ -9,10 +9,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from . import CTRL_C
+
+HELP = "make a draft for a target"
+USAGE = "--target MODEL --kind {draft,heads,mlp} --out DIR [options]"
+ABOUT = """Train a draft for a target, on text that the target writes itself or on --data, and report what it will
+gain. Ctrl-C keeps a checkpoint; models/README.md says how long it takes and how much memory it needs."""
+
 
 def run(args: argparse.Namespace) -> int:
-    from .loop import Schedule
-    from .run import Recipe, train
+    from ..train.loop import Schedule
+    from ..train.run import Recipe, train
 
     names = ("epochs", "batch_tokens", "learning_rate", "unroll", "every", "seed")
     schedule = Schedule(**{name: getattr(args, name) for name in names})
@@ -22,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         report = train(recipe, _Bar().tell)
     except KeyboardInterrupt:
         print(f"\nmlx_spec: stopped; what there is lies in {recipe.work}, go on with --resume", file=sys.stderr)
-        return 130
+        return CTRL_C
     print(file=sys.stderr)
     print(json.dumps(report.to_dict(), indent=1) if args.json else _trained(report, recipe.out), flush=True)
     return 0
@@ -75,22 +82,22 @@ def fill(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--layers", type=int, metavar="N",
                        help="of a draft (default: a sixth of the target's) or heads (default: 1); of an mlp, its steps (default: 4)")
     group.add_argument("--vocab", type=int, default=8192, metavar="N",
-                       help="output ids, the most frequent ones; fewer make a step cheaper (default: %(default)s)")
+                       help="output ids, the most frequent ones; fewer make a step cheaper")
     group.add_argument("--depths", type=int, nargs="*", metavar="N",
                        help="with heads: layers after which the target is read, beside its end (default: low, middle, high)")
-    group.add_argument("--bits", type=int, choices=(16, 8, 4), default=8, help="of the saved weights (default: %(default)s)")
+    group.add_argument("--bits", type=int, choices=(16, 8, 4), default=8, help="of the saved weights")
     group = parser.add_argument_group("text")
-    group.add_argument("--tokens", type=_count, default="2M", metavar="N", help="answer tokens, as 500000, 500K or 2M (default: 2M)")
+    group.add_argument("--tokens", type=_count, default="2M", metavar="N", help="answer tokens, as 500000, 500K or 2M")
     group.add_argument("--data", metavar="PATH", help="a .jsonl file or a folder of .jsonl, .txt, .md: prompts, conversations, "
                                                       "documents (default: the target makes up user turns)")
-    group.add_argument("--max-length", type=int, default=512, metavar="N", help="tokens of a text at most (default: %(default)s)")
+    group.add_argument("--max-length", type=int, default=512, metavar="N", help="tokens of a text at most")
     group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=float, default=3.0, metavar="X", help="times over the text (default: %(default)s)")
-    group.add_argument("--batch-tokens", type=int, default=4096, metavar="N", help="tokens of a step (default: %(default)s)")
-    group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its highest (default: %(default)s)")
-    group.add_argument("--unroll", type=int, default=3, metavar="N", help="with heads: draft tokens trained for (default: %(default)s)")
-    group.add_argument("--every", type=int, default=100, metavar="N", help="steps between checkpoints (default: %(default)s)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, text and order (default: %(default)s)")
+    group.add_argument("--epochs", type=float, default=3.0, metavar="X", help="times over the text")
+    group.add_argument("--batch-tokens", type=int, default=4096, metavar="N", help="tokens of a step")
+    group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its highest")
+    group.add_argument("--unroll", type=int, default=3, metavar="N", help="with heads: draft tokens trained for")
+    group.add_argument("--every", type=int, default=100, metavar="N", help="steps between checkpoints")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, text and order")
     group.add_argument("--resume", action="store_true", help="go on from the checkpoint in DIR/work")
     group.add_argument("--json", action="store_true", help="the report as one JSON record on stdout")
 
