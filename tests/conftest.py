@@ -4,12 +4,24 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 if importlib.util.find_spec("mlx_spec.blas"):
     from mlx_spec.blas import use_fast_blas
 
     use_fast_blas()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def costs_of_this_run(tmp_path_factory):
+    """What tiny pairs cost is timed once a run, and not kept where a user's figures are."""
+    from mlx_spec import costs
+
+    folder = tmp_path_factory.mktemp("cache")
+    costs.cache_folder = lambda: folder
+
 
 # Shapes in the signatures of these two are checked while the tests run.
 from jaxtyping import install_import_hook  # noqa: E402

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from ..errors import SpecError
-from ..costs import Costs, best, draft_step, target_rows
+from ..costs import CONTEXT, Costs, best, costs_at
 from ..drafters.saved import save
 from ..hidden import embedding, output
 from ..pairs import Pair, load
@@ -186,6 +186,6 @@ def _report(pair: Pair, student: Any, trainer: Trainer, seconds: float) -> Repor
     steps = getattr(student, "largest", TIMED_ROWS - 1)
     found = trainer.judge(min(steps, TIMED_ROWS - 1), JUDGED)
     with_draft = Pair(pair.target, getattr(student, "model", student), pair.tokenizer)
-    costs = Costs(tuple(target_rows(pair, m + 1) for m in range(TIMED_ROWS)), draft_step(with_draft))
+    costs = costs_at(with_draft, CONTEXT, range(1, TIMED_ROWS + 1))
     k, gain = best(costs, found.acceptance)
     return Report(found, costs, k, gain, seconds)
