@@ -21,12 +21,12 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from measure import note
 from mlx_spec import engine
+from mlx_spec.bench import texts
 from mlx_spec.engine import Decoder
 from mlx_spec.memory import Memory
 from mlx_spec.prefill import prefill
 from mlx_spec.prompts import encode
 from mlx_spec.types import Options
-from prompts import PROMPTS
 
 # Of the noisy copy, relative to each matrix's standard deviation. Greedy acceptance on the ten
 # prompts in float32, 56 tokens each: .74 at k = 2, .60 at k = 4.
@@ -80,14 +80,14 @@ def _noisy(weight: mx.array, key: mx.array) -> mx.array:
 
 
 def chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
-    return [encode(tokenizer, [{"role": "user", "content": text}])[0] for _, text in PROMPTS[:count]]
+    return [encode(tokenizer, prompt.messages)[0] for prompt in texts.load(["chat"], count)]
 
 
 def long_text(tokenizer: Any, length: int) -> list[int]:
     """Real text: the prompts, then the package's own source."""
-    texts = [text for _, text in PROMPTS]
-    texts += [path.read_text() for path in sorted(Path(mlx_spec.__file__).parent.glob("*.py"))]
-    return tokenizer.encode("\n\n".join(texts)[: 6 * length])[:length]
+    found = [prompt.text for prompt in texts.load(["chat"])]
+    found += [path.read_text() for path in sorted(Path(mlx_spec.__file__).parent.glob("*.py"))]
+    return tokenizer.encode("\n\n".join(found)[: 6 * length])[:length]
 
 
 @contextmanager

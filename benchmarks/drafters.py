@@ -1,7 +1,7 @@
 """Drafts of the demo target against each other and against mlx-lm, as ratios from one run on one machine.
 
 Arms take turns prompt by prompt, in rotating order; only decoding is timed; end tokens are ignored. mlx-lm's plain
-decoding is timed beside every draft, and its median counts. The prompts are prompts.py's own, so that no draft can
+decoding is timed beside every draft, and its median counts. The prompts are this project's own, so that no draft can
 have been trained on them.
 """
 
@@ -93,7 +93,7 @@ def main() -> None:
     args = arguments()
     os.environ["MLX_SPEC_DTYPE"] = args.dtype
     card = machine(args.dtype, blas_in_use() if args.dtype == "float32" else None)
-    report_machine(card | {"prompts": "benchmarks/prompts.py, none of them trained on"})
+    report_machine(card | {"prompts": "benchmarks/prompts/chat.jsonl, none of them trained on"})
     pairs, probe = load(args.drafts, args.dtype), Probe()
     tokenizer = next(iter(pairs.values())).tokenizer
     arms = arms_of(pairs, args.k, args.temperatures)
