@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters, load_config, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
-from .errors import PairError
+from .errors import PairError, first_line
 
 _AGAIN = "download it again"
 
@@ -45,11 +45,6 @@ def apply_adapter(model: nn.Module, adapter_path: str | Path) -> nn.Module:
         return load_adapters(model, str(folder)).eval()
     except Exception as e:
         raise PairError(f"the adapter {folder} does not fit the model ({first_line(e)})") from e
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(" ".join(lines[:2]).split())[:200]
 
 
 def read_json(path: Path) -> dict[str, Any]:

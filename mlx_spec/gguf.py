@@ -17,8 +17,7 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from .errors import PairError
-from .folder import first_line
+from .errors import PairError, first_line
 
 GROUP_SIZE = 32
 _CONTROL, _USER_DEFINED = 3, 4

@@ -170,7 +170,7 @@ def test_a_published_checkpoint_drafts_in_a_pair(target, tmp_path):
 
 
 def test_a_draft_that_was_made_for_another_target_is_a_note(target, tmp_path):
-    save(tmp_path / "d", MAKE["mlp"](), about={"target": "org/Other-3B"})
+    save(tmp_path / "d", MAKE["mlp"](), facts={"target": "org/Other-3B"})
     assert load(target, tmp_path / "d").notes == (
         f"the draft was made for org/Other-3B: acceptance may be low with {target}",)
 

@@ -22,7 +22,7 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from ..errors import SpecError
+from ..errors import SpecError, writing
 from .batches import load, shuffled, split
 from .loss import Score, loss, score
 from .states import States, cores
@@ -172,13 +172,13 @@ class Trainer:
         arrays |= {f"optimizer.{k}": v for k, v in tree_flatten(self.optimizer.state)}
         path = self.folder / "checkpoint.safetensors"
         half = path.with_name("half.safetensors")
-        try:
+        with writing(path, "make room and go on with --resume", (RuntimeError,)):
             self.folder.mkdir(parents=True, exist_ok=True)
-            mx.save_safetensors(str(half), arrays, {"step": str(self.step), "run": self._run()})
-            os.replace(half, path)
-        except (OSError, RuntimeError) as e:
-            half.unlink(missing_ok=True)
-            raise SpecError(f"{path} can't be written ({str(e).splitlines()[0]}): make room and go on with --resume") from e
+            try:
+                mx.save_safetensors(str(half), arrays, {"step": str(self.step), "run": self._run()})
+                os.replace(half, path)
+            finally:
+                half.unlink(missing_ok=True)
 
     def _run(self) -> str:
         """What a checkpoint must agree with to be resumed."""

@@ -7,19 +7,14 @@ beside the target they need no memory of their own. mlx-lm loads it like any mod
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
-from mlx_lm.utils import quantize_model, save_config
-from mlx_lm.utils import save_model as mlx_lm_save
+from mlx.utils import tree_flatten
 
 from ..drafters.shared import Shared
-from ..errors import SpecError
-from ..folder import first_line
+from ..errors import SpecError, first_line
 from ..hidden import Inside, embedding, output, trunk
 
 SHARE = 6  # one layer in so many is kept, unless told otherwise
@@ -65,7 +60,7 @@ def make_draft(target: nn.Module, ids: mx.array, layers: int | None) -> Pruned:
         mx.eval(model.parameters())
     except Exception as e:
         raise SpecError(f"a target of type {getattr(target, 'model_type', '?')} can't be cut to {count} layers "
-                        f"({str(e).splitlines()[0][:80]}); use --kind heads") from e
+                        f"({first_line(e)}); use --kind heads") from e
     return Pruned(model, target, ids)
 
 
@@ -106,19 +101,3 @@ def _weights(target: nn.Module, chosen: Sequence[int]) -> list[tuple[str, mx.arr
         if not number.isdigit() or number in places:
             found.append((path, weight.astype(mx.float32)))
     return found
-
-
-def save_model(folder: Path, model: nn.Module, tokenizer: Any, bits: int, about: dict[str, Any]) -> None:
-    """An mlx-lm model folder. Raises SpecError where it can't be written."""
-    facts = {k: v for k, v in asdict(model.args).items() if v is not None} | {"mlx_spec": about}
-    small = type(model)(model.args)
-    small.update(tree_map(lambda w: w.astype(mx.float16) if w.dtype == mx.float32 else w, model.parameters()))
-    if bits < 16:
-        small, facts = quantize_model(small, facts, 64, bits)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        mlx_lm_save(folder, small)
-        save_config(facts, folder / "config.json")
-        tokenizer.save_pretrained(folder)
-    except (OSError, RuntimeError) as e:
-        raise SpecError(f"{folder} can't be written ({first_line(e)}): make room, or choose another folder") from e

@@ -23,7 +23,7 @@ from . import text
 from .batches import split
 from .loop import Progress, Schedule, Trainer
 from .loss import Score
-from .pruned import save_model, width
+from .pruned import width
 from .states import Example, States, collect, digest, make_card
 from .students import KINDS, frequent_ids, make, read_depths, scale_norms
 
@@ -113,7 +113,7 @@ def train(recipe: Recipe, tell: Tell = lambda stage: None) -> Report:
     about = {"target": recipe.target, "kind": recipe.kind, "texts": len(store), "tokens": store.size,
              "schedule": asdict(trainer.schedule)} | report.to_dict()
     if recipe.kind == "draft":
-        save_model(recipe.out, student.model, pair.tokenizer, recipe.bits, about)
+        save(recipe.out, student.model, recipe.bits, about, pair.tokenizer)
     else:
         save(recipe.out, student, recipe.bits, about)
     return report

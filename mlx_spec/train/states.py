@@ -19,10 +19,11 @@ import mlx.nn as nn
 import numpy as np
 
 from ..blas import work_side_by_side
-from ..errors import SpecError
+from ..errors import writing
 from ..hidden import Inside
 
 POOL = 64  # texts whose states are held in memory at once
+KEPT = "make room and run it again with --resume (what was written is kept), or choose another folder"
 PASS_TOKENS = 2048  # tokens, padding included, of one pass of the target
 
 
@@ -61,7 +62,7 @@ class States:
     def __init__(self, folder: Path, card: dict):
         """card: everything that the states depend on. Raises SpecError where it can't write."""
         self.folder, self.width = folder, (card["states"], card["dim"])
-        try:
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             made_from, card_text = folder / "card.json", json.dumps(card)
             if not made_from.exists() or made_from.read_text() != card_text:
@@ -69,8 +70,6 @@ class States:
                     (folder / f"{name}.bin").write_bytes(b"")
                 made_from.write_text(card_text)
             self._repair()
-        except OSError as e:
-            raise SpecError(f"{folder}: {e.strerror or e}; choose another folder or make room") from e
 
     def _repair(self) -> None:
         """Cut a text that was only partly written."""
@@ -93,7 +92,7 @@ class States:
     def append(self, texts: Sequence[Example], states: Sequence[np.ndarray]) -> None:
         """states: for each text (length, states, dim) in float16."""
         start, new = self.size, []
-        try:
+        with writing(self.folder, KEPT):
             with open(self.folder / "tokens.bin", "ab") as t, open(self.folder / "states.bin", "ab") as s:
                 for text, array in zip(texts, states, strict=True):
                     ids = np.asarray(text.ids, np.int32)
@@ -104,9 +103,6 @@ class States:
                     start += len(ids)
             with open(self.folder / "rows.bin", "ab") as r:
                 r.write(np.asarray(new, np.int32).tobytes())
-        except OSError as e:
-            raise SpecError(f"{self.folder}: {e.strerror or e}; make room and run it again with --resume: "
-                            "what was written is kept") from e
         self.rows = np.concatenate([self.rows, np.asarray(new, np.int32)])
 
     def open(self) -> tuple[np.ndarray, np.ndarray]:

@@ -18,10 +18,10 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import SpecError
+from ..errors import SpecError, writing
 from ..pairs import Pair
 from ..prompts import clean, encode, turn_end
-from .states import Example
+from .states import KEPT, Example
 
 LINES, DOCUMENTS = (".jsonl", ".jsonl.gz"), (".txt", ".md")
 BLOCK = 1 << 16  # characters of a document that are encoded at once
@@ -136,7 +136,7 @@ def write(pair: Pair, folder: str | Path, tokens: int, seed: int, prompts: Itera
     # What the text depends on, the first prompts standing for all. To `read` it is an empty text.
     head = {"text": [], "target": pair.name or type(pair.target).__module__, "seed": seed,
             "prompts": zlib.crc32(repr(first).encode())}
-    try:
+    with writing(path, KEPT):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab+") as file:
             number, done, seen = _resume(file, json.dumps(head).encode() + b"\n")
@@ -147,9 +147,6 @@ def write(pair: Pair, folder: str | Path, tokens: int, seed: int, prompts: Itera
                 file.flush()
                 done += sum(len(e.answer) for e in examples)
                 on_progress(done)
-    except OSError as e:
-        raise SpecError(f"{folder}: {e.strerror or e}; make room and run it again with --resume (what was written is "
-                        "kept), or choose another folder") from e
     return path
 
 
