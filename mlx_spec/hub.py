@@ -199,7 +199,14 @@ def _pip_download(wheel: Wheel, folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
+def sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
+
+
 def _check_sha256(path: Path, wanted: str) -> None:
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != wanted:
+    if (found := sha256(path)) != wanted:
         raise DownloadError(f"{path.name} is not the file it should be (checksum {found[:12]}...): try again")

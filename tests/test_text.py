@@ -3,6 +3,7 @@
 import gzip
 import json
 import resource
+from itertools import chain, islice
 
 import mlx.core as mx
 import numpy as np
@@ -26,6 +27,10 @@ def chatty(tokenizer=TOKENIZER, seed=0):
     table[:, letters] = np.random.default_rng(seed).normal(size=(tiny.VOCAB, len(letters)))
     table[:, tiny.EOS] = 1.0
     return Pair(tiny.ScriptModel(table), None, tokenizer, name="chatty")
+
+
+def user_turns(pair, count, seed):
+    return islice(chain.from_iterable(text._turns(pair, seed, set())), count)
 
 
 @pytest.fixture
@@ -174,7 +179,7 @@ def test_files_that_are_damaged_say_so(tmp_path):
 
 
 def test_made_up_turns_are_whole_prompts_and_no_two_alike(small):
-    turns = list(text.user_turns(chatty(), 12, seed=1))
+    turns = list(user_turns(chatty(), 12, seed=1))
     begin, end = prompt("\0")[: len(b"user\n") + 1], prompt("")[-len(b"assistant\n") - 3 :]
     assert len({tuple(t) for t in turns}) == len(turns) == 12
     for turn in turns:
@@ -186,7 +191,7 @@ def test_made_up_turns_are_whole_prompts_and_no_two_alike(small):
 def test_turns_and_answers_depend_on_the_seed_alone(small):
     def made(seed):
         pair = chatty()
-        turns = list(text.user_turns(pair, 5, seed))
+        turns = list(user_turns(pair, 5, seed))
         mx.random.normal((3,))  # what else is drawn in the process changes nothing
         return turns, list(text.answers(pair, turns, seed))
 
@@ -251,7 +256,7 @@ def test_prompts_of_unequal_length_are_answered_as_if_each_were_alone(small, nam
 def test_without_a_chat_template_data_are_asked_for(small, tmp_path):
     for tokenizer in (BARE, None):
         with pytest.raises(SpecError, match="no chat template .* pass --data with"):
-            list(text.user_turns(chatty(tokenizer), 1, 0))
+            list(user_turns(chatty(tokenizer), 1, 0))
     with pytest.raises(SpecError, match="no chat template .* pass --data with"):
         text.write(chatty(BARE), tmp_path, 10, 0)
 
@@ -259,18 +264,18 @@ def test_without_a_chat_template_data_are_asked_for(small, tmp_path):
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "<bos>{% for m in messages %}{% endfor %}"])
 def test_a_template_that_shows_no_user_turn_asks_for_data(small, template):
     with pytest.raises(SpecError, match="makes up no user turns.* pass --data"):
-        list(text.user_turns(chatty(tiny.byte_tokenizer(chat_template=template)), 1, 0))
+        list(user_turns(chatty(tiny.byte_tokenizer(chat_template=template)), 1, 0))
 
 
 def test_a_target_that_never_ends_a_turn_or_repeats_itself_is_given_up(small):
     endless = np.full((tiny.VOCAB, tiny.VOCAB), -40.0)
     endless[:, 97] = 0
     with pytest.raises(SpecError, match="makes up no user turns"):
-        list(text.user_turns(Pair(tiny.ScriptModel(endless), None, TOKENIZER), 1, 0))
+        list(user_turns(Pair(tiny.ScriptModel(endless), None, TOKENIZER), 1, 0))
     same = endless.copy()
     same[97] = -40.0
     same[97, tiny.EOS] = 0
-    turns = text.user_turns(Pair(tiny.ScriptModel(same), None, TOKENIZER), 2, 0)
+    turns = user_turns(Pair(tiny.ScriptModel(same), None, TOKENIZER), 2, 0)
     assert next(turns) == prompt("a")
     with pytest.raises(SpecError, match="makes up no user turns"):
         next(turns)
@@ -380,7 +385,7 @@ def test_the_demo_target_makes_up_turns_and_answers_them(monkeypatch):
     monkeypatch.setattr(text, "BATCH", 4)
     monkeypatch.setattr(text, "TURN_TOKENS", 40)
     pair = mlx_spec.load("demo")
-    turns = list(text.user_turns(pair, 1, 0))
+    turns = list(user_turns(pair, 1, 0))
     assert "<|im_start|>user\n" in pair.tokenizer.decode(turns[0])
     first = next(text.answers(pair, turns, 0, max_tokens=12, temperatures=(0.0,)))
     assert first.answer == plain(pair.target, turns[0], len(first.answer))

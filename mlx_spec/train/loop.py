@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
@@ -32,9 +33,8 @@ AT_ONCE = 2  # batches of a step; side by side where there are two cores
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast. matrix_rate: of the matrices, which Muon turns by so much a step;
-    learning_rate: of all else, AdamW's. unroll: drafts trained for a row; decay: the weight of each beside the
-    one before it. batch_tokens: of one step. every: steps between two checkpoints."""
+    """matrix_rate: Muon's, of the matrices; learning_rate: AdamW's, of all else. unroll: drafts trained for a row;
+    decay: the weight of each beside the one before it. batch_tokens: of one step. every: steps between checkpoints."""
 
     epochs: float = 3.0
     batch_tokens: int = 4096
@@ -101,7 +101,8 @@ class Trainer:
         self.rows, self.judged = split(store.rows, schedule.held_out)
         if not len(self.rows):
             raise SpecError("there is too little text to learn from: one text is left after holding some out; add --data")
-        self.per_epoch = len(self._groups(0))
+        self.groups = lru_cache(maxsize=1)(self._groups)
+        self.per_epoch = len(self.groups(0))
         self.steps = max(1, round(self.per_epoch * schedule.epochs))
         self.step, self.score = 0, None
         self.optimizer = _optimizer(schedule, self.steps)
@@ -139,9 +140,8 @@ class Trainer:
 
     def _step(self) -> tuple[float, int]:
         epoch, at = divmod(self.step, self.per_epoch)
-        if at == 0 or not hasattr(self, "groups") or self.epoch != epoch:
-            self.epoch, self.groups = epoch, self._groups(epoch)
-        batches = [load(*self.data, self.rows[texts]) for texts in self.groups[min(at, len(self.groups) - 1)]]
+        groups = self.groups(epoch)
+        batches = [load(*self.data, self.rows[texts]) for texts in groups[min(at, len(groups) - 1)]]
         found = []
         for i, batch in enumerate(batches):
             with mx.stream(cores()[i % len(cores())]):

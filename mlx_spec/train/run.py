@@ -17,15 +17,15 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 from ..errors import SpecError
 from ..costs import CONTEXT, Costs, best, costs_at
 from ..drafters.saved import save
+from ..hub import sha256
 from ..hidden import embedding, output
 from ..pairs import Pair, load
 from . import text
 from .batches import split
 from .loop import Progress, Schedule, Trainer
 from .loss import Score
-from .pruned import width
-from .states import Example, States, collect, digest, make_card
-from .students import KINDS, frequent_ids, make, read_depths, scale_norms
+from .states import Example, States, collect, make_card
+from .students import KINDS, frequent_ids, make, read_depths, scale_norms, width
 
 JUDGED = 400  # held-out texts of the final report, at most
 TIMED_ROWS = 8
@@ -130,7 +130,7 @@ def _check(pair: Pair) -> None:
 
 def _states(pair: Pair, recipe: Recipe, depths: Sequence[int], tell: Tell) -> States:
     source = recipe.data or _write(pair, recipe, tell)
-    made_from = f"{digest(source) if source.is_file() else source.resolve()}, {recipe.tokens}, {recipe.max_length}"
+    made_from = f"{sha256(source) if source.is_file() else source.resolve()}, {recipe.tokens}, {recipe.max_length}"
     store = States(recipe.work / "states", make_card(recipe.target, depths, width(pair.target), made_from))
     texts = _limited(_with_answers(pair, recipe, source, tell), recipe.tokens)
     collect(store, pair.target, depths, texts, lambda done: tell(Stage("states", done, 0)))

@@ -6,7 +6,6 @@ says what they were made from. A run that was cut short goes on where the last w
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from functools import lru_cache
@@ -29,8 +28,7 @@ PASS_TOKENS = 2048  # tokens, padding included, of one pass of the target
 
 @lru_cache(maxsize=1)
 def cores() -> list[mx.Stream]:
-    """Streams that work side by side: one on a GPU, one a core on a CPU, where MLX runs each stream
-    in a thread of its own and only products would use more than one."""
+    """Streams that work side by side: one on a GPU; on a CPU, where each has a thread of its own, one a core."""
     if mx.default_device().type == mx.gpu:
         return [mx.default_stream(mx.gpu)]
     work_side_by_side()
@@ -38,10 +36,7 @@ def cores() -> list[mx.Stream]:
 
 
 class Example(NamedTuple):
-    """A text to learn from. The drafter learns `answer`; `prompt` is only read.
-
-    temperature: at which the target wrote the answer; None where it did not write it.
-    """
+    """A draft learns `answer`; `prompt` is only read. temperature: None where the target did not write the answer."""
 
     prompt: list[int]
     answer: list[int]
@@ -53,11 +48,9 @@ class Example(NamedTuple):
 
 
 class States:
-    """The stored texts. Row t of a text's states is what the target knows after token t; shallow
-    states come first, each row scaled to unit mean square, the final ones are as they are.
-
-    rows: (texts, 4) of start, prompt length, length, temperature in thousandths (-1: unknown).
-    """
+    """The stored texts. Row t of a text's states is what the target knows after token t; shallow states come first,
+    each row scaled to unit mean square, the final ones are as they are. rows: (texts, 4) of start, prompt length, length,
+    temperature in thousandths (-1: unknown)."""
 
     def __init__(self, folder: Path, card: dict):
         """card: everything that the states depend on. Raises SpecError where it can't write."""
@@ -117,14 +110,6 @@ def make_card(target_name: str, depths: Sequence[int], dim: int, texts: str) -> 
     return {"target": target_name, "depths": list(depths), "states": len(depths) + 1, "dim": dim, "texts": texts}
 
 
-def digest(path: Path) -> str:
-    found = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
-
-
 def collect(store: States, target: nn.Module, depths: Sequence[int], texts: Iterator[Example],
             on_progress: Callable[[int], None] = lambda tokens: None) -> None:
     """Run the target over the texts that the store does not hold yet."""
@@ -136,7 +121,6 @@ def collect(store: States, target: nn.Module, depths: Sequence[int], texts: Iter
 
 
 def _pass(inside: Inside, pool: list[Example]) -> list[np.ndarray]:
-    """The states of a pool's texts, several passes at once where the device has several cores."""
     found: list = [None] * len(pool)
     passes = _passes([len(text.ids) for text in pool])
     while at_once := passes[: len(cores())]:

@@ -1,7 +1,6 @@
-"""Text that a draft learns from: read from files, or written by the target itself.
+"""Text that a draft learns from: read from files, or written by the target itself, a text or a batch at a time.
 
-Knows file formats and chat templates. Knows nothing of drafts, hidden states or training. Texts
-pass through one by one or a batch at a time, whatever their number.
+Knows file formats and chat templates. Knows nothing of drafts, hidden states or training.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from .states import KEPT, Example
 
 LINES, DOCUMENTS = (".jsonl", ".jsonl.gz"), (".txt", ".md")
 BLOCK = 1 << 16  # characters of a document that are encoded at once
-
 BATCH = 32  # texts written side by side: the most that a killed run loses
 TURN_TOKENS, TURN_TEMPERATURES = 128, (0.9, 1.0)
 ANSWER_TOKENS, ANSWER_TEMPERATURES = 224, (0.0, 0.4, 0.6, 0.8)
@@ -40,18 +38,16 @@ def read(path: str | Path, tokenizer: TokenizerWrapper | None, max_length: int,
     """The texts of a .jsonl, .jsonl.gz, .txt or .md file, or of a folder's, in sorted order.
 
     A JSON line is {"prompt", "answer"} in token ids (with "temperature" where the target wrote the
-    answer) or in text; {"messages"}, whose last assistant turn is the answer; or {"text"}, a
-    document, which is all answer. Prompts without an answer come with an empty one: see `answers`.
-    Documents are cut into pieces of max_length tokens, answers where prompt and answer reach it;
-    prompts that alone reach it are left out. Raises SpecError, one line.
+    answer) or in text; {"messages"}, whose last assistant turn is the answer; or {"text"}, all answer.
+    Prompts without an answer come with an empty one: see `answers`. Documents are cut into pieces of
+    max_length tokens, answers to what is left beside their prompt. Raises SpecError, one line.
     """
     path, empty = Path(path), True
     for file in (path, *sorted(path.rglob("[!.]*"))):
         if file.name.endswith(LINES + DOCUMENTS) and file.is_file():
-            for text in _texts(file, tokenizer, vocab_size):
-                for example in _fitted(text, max_length):
-                    empty = False
-                    yield example
+            for example in chain.from_iterable(_fitted(t, max_length) for t in _texts(file, tokenizer, vocab_size)):
+                empty = False
+                yield example
     if empty:
         raise SpecError(f"{path} does not exist or has no text to learn from: give .jsonl(.gz), .txt or .md files")
 
@@ -105,18 +101,9 @@ def _fitted(text: Example, max_length: int) -> list[Example]:
     return [Example([], text.answer[i : i + max_length]) for i in range(0, len(text.answer) - 1, max_length)]
 
 
-def user_turns(pair: Pair, count: int, seed: int) -> Iterator[list[int]]:
-    """Prompts that the target makes up, no two alike: it continues its chat template from where a
-    user begins to write (Magpie, Xu et al. 2024, arXiv 2406.08464). Raises SpecError when it can't."""
-    return islice(chain.from_iterable(_turns(pair, seed, set())), count)
-
-
 def answers(pair: Pair, prompts: Iterable[list[int]], seed: int, max_tokens: int = ANSWER_TOKENS,
             temperatures: Sequence[float] = ANSWER_TEMPERATURES) -> Iterator[Example]:
-    """What the target answers to each prompt, in order; the temperatures take turns.
-
-    An answer ends with the end token where the target ended it, and has max_tokens otherwise.
-    """
+    """What the target answers to each prompt, in order, end token included; the temperatures take turns."""
     for batch in _batches(prompts):
         texts = _written(pair, batch, (seed, zlib.crc32(repr(batch).encode())), max_tokens, temperatures, pair.end_ids)
         yield from map(Example, batch, texts, cycle(temperatures))
@@ -126,10 +113,9 @@ def write(pair: Pair, folder: str | Path, tokens: int, seed: int, prompts: Itera
           on_progress: Callable[[int], None] = lambda tokens: None) -> Path:
     """Have the target write until text.jsonl in the folder holds so many answer tokens.
 
-    prompts: what to answer, the same at every call, less text when they run out; None: the target
-    makes them up. An earlier call with this target, seed and prompts is continued, to the same text
-    as in one go; one with others is overwritten. on_progress: called with the tokens there are.
-    Raises SpecError, one line, when the disk is full or the target makes up no prompts.
+    prompts: what to answer, less text when they run out; None: the target makes them up. An earlier call with
+    this target, seed and prompts is continued, to the same text as in one go; one with others is overwritten.
+    on_progress: called with the tokens there are. Raises SpecError, one line.
     """
     path, given = Path(folder) / "text.jsonl", None if prompts is None else _batches(prompts)
     first = given and next(given, [])
@@ -175,7 +161,9 @@ def _resume(file: BinaryIO, head: bytes) -> tuple[int, int, set[int]]:
 
 
 def _turns(pair: Pair, seed: int, seen: set[int]) -> Iterator[list[list[int]]]:
-    """Prompts that the target makes up, by batches. seen: hashes of those there are, which say where to go on."""
+    """Prompts that the target makes up, by batches, no two alike: it continues its chat template from where a
+    user begins to write (Magpie, Xu et al. 2024, arXiv 2406.08464). seen: hashes of those there are, which say
+    where to go on. Raises SpecError when it makes up none."""
     tokenizer, opening, barren = pair.tokenizer, _opening(pair), 0
     ends = pair.end_ids | {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
     while barren < BARREN:
