@@ -19,25 +19,21 @@ from .batches import Batch
 def loss(student: Any, batch: Batch, weights: Sequence[float]) -> mx.array:
     """Cross-entropy to the target's law, summed over the steps of a draft; a mean over its rows."""
     outs = student.unroll(batch.tokens, batch.states, len(weights))
-    laws, places = _laws(student, batch)
-    total = mx.array(0.0)
+    states, places = _judged(batch)
+    laws, total = mx.softmax(student.shared.head(states), axis=-1), mx.array(0.0)
     for step, (weight, out) in enumerate(zip(weights, outs)):
         rows = batch.rows(step)
-        logits = student.logits(_flat(out)[mx.array(rows)], step)
+        logits = student.logits(out.flatten(0, 1)[mx.array(rows)], step)
         total = total + weight * _cross_entropy(logits, laws[mx.array(places[rows + step])])
     return total / sum(weights)
 
 
-def _laws(student: Any, batch: Batch) -> tuple[Float[mx.array, "rows vocab"], np.ndarray]:
-    """The target's law after each row that is judged, over the student's ids, and where each is."""
+def _judged(batch: Batch) -> tuple[Float[mx.array, "rows dim"], np.ndarray]:
+    """The target's final states of the rows that are judged, and where each row's is."""
     rows = batch.rows(0)
     places = np.zeros(batch.tokens.size, np.int32)
     places[rows] = np.arange(len(rows))
-    return mx.softmax(student.shared.head(_flat(batch.states[-1])[mx.array(rows)]), axis=-1), places
-
-
-def _flat(states: Float[mx.array, "batch rows dim"]) -> Float[mx.array, "all dim"]:
-    return states.reshape(-1, states.shape[-1])
+    return batch.states[-1].flatten(0, 1)[mx.array(rows)], places
 
 
 def _cross_entropy(logits: Float[mx.array, "rows vocab"], law: Float[mx.array, "rows vocab"]) -> mx.array:
@@ -51,9 +47,8 @@ def _cross_entropy(logits: Float[mx.array, "rows vocab"], law: Float[mx.array, "
 
 
 class Score(NamedTuple):
-    """Counts over a held-out text, by step of a draft. reached: rows whose earlier drafts all
-    stood; kept: of those, rows whose draft is the target's choice; overlap: the sum, over all rows,
-    of sum min(p, q); rows: how many rows."""
+    """Counts by step of a draft. reached: rows whose earlier drafts all stood; kept: of those, rows whose draft is
+    the target's choice; overlap: the sum, over all rows, of sum min(p, q)."""
 
     reached: np.ndarray
     kept: np.ndarray
@@ -77,21 +72,19 @@ class Score(NamedTuple):
 def score(student: Any, batch: Batch, steps: int) -> Score:
     """How a draft of `steps` tokens would fare on a text that the target wrote. Evaluates."""
     outs = student.unroll(batch.tokens, batch.states, steps)
-    rows, places = batch.rows(0), np.zeros(batch.tokens.size, np.int32)
-    places[rows] = np.arange(len(rows))
-    theirs = student.shared.whole(_flat(batch.states[-1])[mx.array(rows)])
+    states, places = _judged(batch)
+    theirs = student.shared.whole(states)
     best, laws = mx.argmax(theirs, axis=-1), mx.softmax(theirs, axis=-1)[:, student.ids]
     mx.eval(best, laws)
-    standing, found = None, []
+    standing, found = np.ones(batch.tokens.size, bool), []
     for step, out in enumerate(outs):
         rows = batch.rows(step)
         at = mx.array(places[rows + step])
-        logits = student.logits(_flat(out)[mx.array(rows)], step)
+        logits = student.logits(out.flatten(0, 1)[mx.array(rows)], step)
         agree = student.ids[mx.argmax(logits, axis=-1)] == best[at]
         overlap = mx.minimum(laws[at], mx.softmax(logits, axis=-1)).sum()
-        agree, overlap = np.array(agree), overlap.item()
-        reached = np.ones(len(rows), bool) if standing is None else standing[rows]
-        found.append((reached.sum(), (reached & agree).sum(), overlap, len(rows)))
-        standing = np.zeros(batch.tokens.size, bool)
-        standing[rows[reached & agree]] = True
+        reached = standing[rows]
+        kept = reached & np.array(agree)
+        found.append((reached.sum(), kept.sum(), overlap.item(), len(rows)))
+        standing = np.isin(np.arange(batch.tokens.size), rows[kept])
     return Score(*np.array(found, dtype=float).T)

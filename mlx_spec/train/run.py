@@ -35,9 +35,8 @@ Tell = Callable[["Stage"], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to train. tokens: answer tokens to learn from. layers: of a draft or heads; steps of an
-    mlp. vocab: output ids. depths: layers after which heads read the target; None: low, middle, high.
-    max_length: tokens of a text at most."""
+    """What to train. tokens: answer tokens to learn from. layers: of a draft or heads; steps of an mlp. vocab: output
+    ids. depths: layers after which heads read the target; None: low, middle, high. max_length: of a text, in tokens."""
 
     target: str
     kind: str
@@ -54,16 +53,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Raises ValueError, one line."""
-        for wrong, said in (
-            (self.kind not in KINDS, f"kind must be one of {', '.join(KINDS)}; got {self.kind!r}"),
-            (self.tokens < 1000, f"tokens must be 1000 or more; got {self.tokens}"),
-            (self.vocab < 2, f"vocab must be 2 or more; got {self.vocab}"),
-            (self.layers is not None and self.layers < 1, f"layers must be 1 or more; got {self.layers}"),
-            (self.bits not in BITS, f"bits must be 16, 8 or 4; got {self.bits}"),
-            (self.max_length < 16, f"max_length must be 16 or more; got {self.max_length}"),
-        ):
-            if wrong:
-                raise ValueError(said)
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {self.kind!r}")
+        if self.bits not in BITS:
+            raise ValueError(f"bits must be 16, 8 or 4; got {self.bits}")
+        for name, least in (("tokens", 1000), ("vocab", 2), ("layers", 1), ("max_length", 16)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be {least} or more; got {value}")
 
     @property
     def work(self) -> Path:
@@ -80,13 +77,11 @@ class Report(NamedTuple):
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "acceptance_by_step": self.score.acceptance.round(4).tolist(),
-            "overlap_by_step": self.score.sampled.round(4).tolist(),
-            "judged_rows": int(self.score.rows[0]),
-            "c": round(self.costs.c, 4), "v": [round(self.costs.v(m + 1), 3) for m in range(len(self.costs.rows_s))],
-            "best_k": self.k, "predicted_speedup": round(self.speedup, 3), "training_s": round(self.seconds, 1),
-        }
+        v = [round(self.costs.v(m + 1), 3) for m in range(len(self.costs.rows_s))]
+        return dict(acceptance_by_step=self.score.acceptance.round(4).tolist(), best_k=self.k,
+                    overlap_by_step=self.score.sampled.round(4).tolist(), judged_rows=int(self.score.rows[0]),
+                    c=round(self.costs.c, 4), v=v, predicted_speedup=round(self.speedup, 3),
+                    training_s=round(self.seconds, 1))
 
 
 class Stage(NamedTuple):
@@ -99,8 +94,7 @@ class Stage(NamedTuple):
 
 
 def train(recipe: Recipe, tell: Tell = lambda stage: None) -> Report:
-    """Train a draft and save it in recipe.out. Raises SpecError, one line; KeyboardInterrupt leaves
-    a checkpoint to resume from."""
+    """Train a draft and save it in recipe.out. Raises SpecError; KeyboardInterrupt leaves a checkpoint."""
     started = time.perf_counter()
     pair = load(recipe.target, draft=False)
     _check(pair)
@@ -112,10 +106,8 @@ def train(recipe: Recipe, tell: Tell = lambda stage: None) -> Report:
     report = _report(pair, student, trainer, time.perf_counter() - started)
     about = {"target": recipe.target, "kind": recipe.kind, "texts": len(store), "tokens": store.size,
              "schedule": asdict(trainer.schedule)} | report.to_dict()
-    if recipe.kind == "draft":
-        save(recipe.out, student.model, recipe.bits, about, pair.tokenizer)
-    else:
-        save(recipe.out, student, recipe.bits, about)
+    tokenizer = pair.tokenizer if recipe.kind == "draft" else None
+    save(recipe.out, getattr(student, "model", student), recipe.bits, about, tokenizer)
     return report
 
 
@@ -140,7 +132,6 @@ def _states(pair: Pair, recipe: Recipe, depths: Sequence[int], tell: Tell) -> St
 
 
 def _write(pair: Pair, recipe: Recipe, tell: Tell, prompts: Iterator[list[int]] | None = None) -> Path:
-    """What the target writes now, from prompts of its own or these."""
     return text.write(pair, recipe.work, recipe.tokens, recipe.schedule.seed, prompts,
                       lambda done: tell(Stage("text", done, recipe.tokens)))
 
