@@ -1,8 +1,7 @@
 """Token ids to text that may be shown: end tokens, the budget, stop strings, half characters.
 
-mlx-lm's detokeniser makes the text and its text state machine finds stop strings, across tokens
-and rounds, holding back what may become one. Tokens are held back with their text, so that ids
-and text agree at every moment. Knows nothing of models, rounds or MLX arrays.
+mlx-lm's detokeniser makes the text, and its state machine holds back what may become a stop string; tokens are held
+back with their text, so that the two agree at every moment. Knows nothing of models, rounds or MLX arrays.
 """
 
 from __future__ import annotations
@@ -31,17 +30,13 @@ class Emission:
 class Emitter:
     """One reply's text. The end token is not part of the reply; neither is a stop string."""
 
-    def __init__(
-        self, tokenizer: Any, end_ids: Collection[int], stop: Sequence[str] = (), max_tokens: int | None = None
-    ):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, end_ids: Collection[int], stop: Sequence[str] = (),
+                 max_tokens: int | None = None):
+        self.tokenizer, self.end_ids, self.left = tokenizer, end_ids, max_tokens
         self.detokenizer = tokenizer.detokenizer if tokenizer is not None else None
-        self.end_ids = end_ids
-        self.left = max_tokens
         machine = TextStateMachine({"normal": [(s, None) for s in stop]}) if stop else None
         self.machine = machine and machine.make_state("normal")
-        self.decoded = 0
-        self.shown = ""
+        self.decoded, self.shown = 0, ""
         self.ids: list[int] = []
         self.waiting: deque[Token] = deque()
         self.ends: deque[int] = deque()  # where the text of the first waiting tokens ends
@@ -57,7 +52,7 @@ class Emitter:
             kept += 1
             if self.left is not None:
                 self.left -= 1
-            finish = self._finish()
+            finish = "stop_string" if self._stopped else "length" if self.left == 0 else None
             if finish:
                 break
         return self._emission(text, kept, finish)
@@ -91,11 +86,6 @@ class Emitter:
     def _stopped(self) -> bool:
         return self.machine is not None and self.machine[0] is None
 
-    def _finish(self) -> FinishReason | None:
-        if self._stopped:
-            return "stop_string"
-        return "length" if self.left == 0 else None
-
     def _emission(self, text: str, kept: int, finish: FinishReason | None) -> Emission:
         if finish in ("stop", "length", "cancelled") and self.detokenizer is not None:
             text += self._flush()
@@ -103,8 +93,7 @@ class Emitter:
                 finish = "stop_string"
         self.shown += text
         released = self._release(finish)
-        dropped = len(self.waiting) if finish else 0
-        return Emission(text, released, kept, finish, dropped)
+        return Emission(text, released, kept, finish, len(self.waiting) if finish else 0)
 
     def _flush(self) -> str:
         self.detokenizer.finalize()

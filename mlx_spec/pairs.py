@@ -44,19 +44,12 @@ class Pair:
     Raises PairError when the tokenizers give the same id to different strings.
     """
 
-    def __init__(
-        self,
-        target: nn.Module,
-        draft: nn.Module | None = None,
-        tokenizer: Any = None,
-        *,
-        draft_tokenizer: Any = None,
-        name: str | None = None,
-        draft_max_length: int | None = None,
-        notes: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, target: nn.Module, draft: nn.Module | None = None, tokenizer: Any = None, *,
+                 draft_tokenizer: Any = None, name: str | None = None, draft_max_length: int | None = None,
+                 notes: Iterable[str] = ()) -> None:
         self.target, self.draft, self.name = target, draft, name
-        self.tokenizer = _wrapped(tokenizer)
+        raw = tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper)
+        self.tokenizer = TokenizerWrapper(tokenizer) if raw else tokenizer
         self.notes = tuple(notes)
         if draft is not None and self.tokenizer is not None and draft_tokenizer is not None:
             self.notes += compare_tokenizers(self.tokenizer, draft_tokenizer)
@@ -113,17 +106,11 @@ class Pair:
         return f"Pair({self.name or type(self.target).__module__}, draft={'yes' if self.draft is not None else 'no'})"
 
 
-def _wrapped(tokenizer: Any) -> TokenizerWrapper | None:
-    return tokenizer if tokenizer is None or isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-
-
 def _max_length(model: nn.Module) -> int | None:
     args = getattr(model, "args", None)
-    text = getattr(args, "text_config", None)
-    for source in (args, text):
-        value = source.get("max_position_embeddings") if isinstance(source, dict) else getattr(
-            source, "max_position_embeddings", None)
-        if value:
+    for source in (args, getattr(args, "text_config", None)):
+        facts = source if isinstance(source, dict) else getattr(source, "__dict__", {})
+        if value := facts.get("max_position_embeddings"):
             return int(value)
     return None
 
@@ -164,18 +151,9 @@ def _special_ids(tokenizer: Any) -> set[int]:
     return {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
 
 
-def load(
-    target: str | Path,
-    draft: str | Path | bool | None = None,
-    *,
-    adapter_path: str | Path | None = None,
-    draft_adapter_path: str | Path | None = None,
-    revision: str | None = None,
-    draft_revision: str | None = None,
-    trust_remote_code: bool = False,
-    draft_required: bool = True,
-    on_progress: OnProgress | None = None,
-) -> Pair:
+def load(target: str | Path, draft: str | Path | bool | None = None, *, adapter_path: str | Path | None = None,
+         draft_adapter_path: str | Path | None = None, revision: str | None = None, draft_revision: str | None = None,
+         trust_remote_code: bool = False, draft_required: bool = True, on_progress: OnProgress | None = None) -> Pair:
     """Loads a pair, downloading what is not on this machine.
 
     target: a name of the catalogue, a hub repository, an mlx-lm model folder or a .gguf file.
@@ -217,9 +195,8 @@ def load(
 def _made_for(draft: Path, target: str) -> tuple[str, ...]:
     """A note where a saved draft was made for another target than this one."""
     made_for = about(draft).get("target")
-    if not made_for or _last_part(str(made_for)) == _last_part(target):
-        return ()
-    return (f"the draft was made for {made_for}: acceptance may be low with {target}",)
+    other = made_for and _last_part(str(made_for)) != _last_part(target)
+    return (f"the draft was made for {made_for}: acceptance may be low with {target}",) if other else ()
 
 
 def _last_part(name: str) -> str:

@@ -45,9 +45,7 @@ class Sampling:
         return self.temperature == 0
 
 
-def logprobs(
-    logits: Float[mx.array, "*batch vocab"], sampling: Sampling
-) -> Float[mx.array, "*batch vocab"]:
+def logprobs(logits: Float[mx.array, "*batch vocab"], sampling: Sampling) -> Float[mx.array, "*batch vocab"]:
     """The law that a token is drawn from: filters on log-probabilities, then the temperature.
 
     The order is that of mlx-lm's `make_sampler`; filtered tokens are -inf, and the rest sums to 1.
@@ -68,8 +66,8 @@ def log_softmax(logits: Float[mx.array, "*batch vocab"]) -> Float[mx.array, "*ba
 
 
 def pure(processor: Processor) -> Processor:
-    """Mark a logits processor as a function of (tokens, logits) alone: it keeps no state, changes
-    nothing and evaluates nothing. It then runs inside the round, for drafted tokens too."""
+    """Mark a logits processor as a function of (tokens, logits) alone, without state, effects or evaluations:
+    it then runs inside the round, for drafted tokens too."""
     processor.pure = True
     return processor
 
@@ -80,31 +78,21 @@ def is_pure(processor: Processor) -> bool:
 
 def penalties(options: Options) -> list[Processor]:
     """mlx-lm's own processors for logit bias and the three penalties."""
+    o = options
     return make_logits_processors(
-        options.logit_bias,
-        options.repetition_penalty, options.repetition_context_size,
-        options.presence_penalty, options.presence_context_size,
-        options.frequency_penalty, options.frequency_context_size,
-    )
+        o.logit_bias, o.repetition_penalty, o.repetition_context_size, o.presence_penalty, o.presence_context_size,
+        o.frequency_penalty, o.frequency_context_size)
 
 
 def context_size(options: Options) -> int:
     """How many of the newest tokens the penalties look at."""
-    sizes = [
-        getattr(options, f"{name}_context_size")
-        for name in ("repetition", "presence", "frequency")
-        if getattr(options, f"{name}_penalty")
-    ]
-    return max(sizes, default=0)
+    names = [n for n in ("repetition", "presence", "frequency") if getattr(options, f"{n}_penalty")]
+    return max((getattr(options, f"{n}_context_size") for n in names), default=0)
 
 
-def process(
-    processors: Sequence[Processor],
-    tokens: Integer[mx.array, "context"],
-    logits: Float[mx.array, "1 vocab"],
-) -> Float[mx.array, "1 vocab"]:
-    """Run processors on one row. A token id equal to the vocabulary's size stands for no token:
-    it lands in a column that exists only for it."""
+def process(processors: Sequence[Processor], tokens: Integer[mx.array, "context"],
+            logits: Float[mx.array, "1 vocab"]) -> Float[mx.array, "1 vocab"]:
+    """Run processors on one row. A token id of the vocabulary's size is no token: it has a column of its own."""
     vocab = logits.shape[-1]
     logits = mx.concatenate([logits, mx.zeros((1, 1), logits.dtype)], axis=-1)
     for processor in processors:
@@ -127,16 +115,14 @@ def make_keys(seed: int) -> Integer[mx.array, "purposes 2"]:
     return mx.random.split(mx.random.key(seed), 3)
 
 
-def position_key(
-    keys: Integer[mx.array, "purposes 2"], purpose: int, position: Integer[mx.array, ""]
-) -> Integer[mx.array, "2"]:
+def position_key(keys: Integer[mx.array, "purposes 2"], purpose: int,
+                 position: Integer[mx.array, ""]) -> Integer[mx.array, "2"]:
     """The key of one position: the same with and without a draft."""
     shift = mx.stack([mx.zeros_like(position), position]).astype(mx.uint32)
     return keys[purpose] + shift
 
 
-def gumbel(
-    keys: Integer[mx.array, "purposes 2"], purpose: int, position: Integer[mx.array, ""], vocab: int
-) -> Float[mx.array, "vocab"]:
+def gumbel(keys: Integer[mx.array, "purposes 2"], purpose: int, position: Integer[mx.array, ""],
+           vocab: int) -> Float[mx.array, "vocab"]:
     """Noise with which an argmax of log-probabilities is a draw from them (Gumbel-max)."""
     return mx.random.gumbel((vocab,), key=position_key(keys, purpose, position))

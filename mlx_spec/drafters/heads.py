@@ -44,9 +44,7 @@ class HeadsArgs(BaseModelArgs):
     model_type: str = "mlx_spec_heads"
 
     def layer_args(self) -> ModelArgs:
-        names = ("hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
-                 "num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps")
-        return ModelArgs(model_type="llama", **{name: getattr(self, name) for name in names})
+        return ModelArgs.from_dict(vars(self))
 
 
 class Unrolled:
@@ -94,10 +92,8 @@ class Heads(nn.Module):
         dtype = self.norm.weight.dtype
         return self.project(mx.concatenate([n(s.astype(dtype)) for n, s in zip(self.inward_norms, states)], axis=-1))
 
-    def __call__(
-        self, tokens: Integer[mx.array, "batch rows"], state: Float[mx.array, "batch rows dim"],
-        cache: Sequence[Any], mask: Any = None,
-    ) -> Float[mx.array, "batch rows dim"]:
+    def __call__(self, tokens: Integer[mx.array, "batch rows"], state: Float[mx.array, "batch rows dim"],
+                 cache: Sequence[Any], mask: Any = None) -> Float[mx.array, "batch rows dim"]:
         """One step: each token with the state before it, to a state of its own."""
         x = self.embed_norm(self.shared.embed(tokens).astype(state.dtype))
         x = self.fuse(mx.concatenate([x, self.state_norm(state)], axis=-1))
@@ -110,14 +106,10 @@ class Heads(nn.Module):
         """Of the output ids only; every step has the same head."""
         return self.shared.head(self.norm(state))
 
-    def unroll(
-        self, tokens: Integer[mx.array, "batch rows"], states: Sequence[Float[mx.array, "batch rows dim"]], steps: int
-    ) -> list[Float[mx.array, "batch rows dim"]]:
-        """For training: the drafts that start at every row at once, as EAGLE-3 unrolls them.
-
-        Step s of row i has read tokens i .. i + s and predicts token i + s + 1. Like a draft, it
-        sees the target's states up to row i, then its own.
-        """
+    def unroll(self, tokens: Integer[mx.array, "batch rows"], states: Sequence[Float[mx.array, "batch rows dim"]],
+               steps: int) -> list[Float[mx.array, "batch rows dim"]]:
+        """For training: the drafts that start at every row at once, as in EAGLE-3. Step s of row i has read tokens
+        i .. i + s and predicts token i + s + 1; like a draft, it sees the target's states up to row i, then its own."""
         rows = tokens.shape[1]
         causal, own = mx.tri(rows, rows, dtype=mx.bool_), mx.eye(rows, dtype=mx.bool_)
         state = self.inward([mx.pad(s, ((0, 0), (1, 0), (0, 0)))[:, :-1] for s in states])

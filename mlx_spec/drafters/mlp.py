@@ -125,9 +125,8 @@ class Mlp(nn.Module):
         state = state.astype(self.ln[0].weight.dtype)
         return mx.fast.rms_norm(state, None, EPS) / math.sqrt(2) if self.args.scale_input else state
 
-    def __call__(
-        self, tokens: Integer[mx.array, "batch rows"], state: Float[mx.array, "batch rows dim"], step: int
-    ) -> Float[mx.array, "batch rows inner"]:
+    def __call__(self, tokens: Integer[mx.array, "batch rows"], state: Float[mx.array, "batch rows dim"],
+                 step: int) -> Float[mx.array, "batch rows inner"]:
         """Step `step` of a draft: each token with the state before it, to the next state."""
         assert step < self.args.n_predict
         emb, proj, ln = (_at(layers, step) for layers in (self.emb, self.proj, self.ln))
@@ -138,9 +137,8 @@ class Mlp(nn.Module):
         """Of the output ids only."""
         return _at(self.head, step)(state)
 
-    def unroll(
-        self, tokens: Integer[mx.array, "batch rows"], states: Sequence[Float[mx.array, "batch rows dim"]], steps: int
-    ) -> list[Float[mx.array, "batch rows inner"]]:
+    def unroll(self, tokens: Integer[mx.array, "batch rows"], states: Sequence[Float[mx.array, "batch rows dim"]],
+               steps: int) -> list[Float[mx.array, "batch rows inner"]]:
         """For training: the drafts that start at every row at once. Step s of row i has seen tokens
         i .. i + s and the target's state before token i, and predicts token i + s + 1."""
         state, found = self.enter(mx.pad(states[-1], ((0, 0), (1, 0), (0, 0)))[:, :-1]), []

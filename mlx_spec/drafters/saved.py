@@ -61,7 +61,8 @@ def load_saved(folder: Path) -> Heads | Mlp:
     return module
 
 
-def save(folder: Path, module: nn.Module, bits: int = 16, facts: dict[str, Any] | None = None, tokenizer: Any = None) -> None:
+def save(folder: Path, module: nn.Module, bits: int = 16, facts: dict[str, Any] | None = None,
+         tokenizer: Any = None) -> None:
     """Write a draft, whole or not at all; `module` stays as it is. Raises SpecError.
 
     module: not quantised; a language model comes with its tokenizer. bits: 16, 8 or 4. facts: for people and

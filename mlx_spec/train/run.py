@@ -77,11 +77,11 @@ class Report(NamedTuple):
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        v = [round(self.costs.v(m + 1), 3) for m in range(len(self.costs.rows_s))]
-        return dict(acceptance_by_step=self.score.acceptance.round(4).tolist(), best_k=self.k,
-                    overlap_by_step=self.score.sampled.round(4).tolist(), judged_rows=int(self.score.rows[0]),
-                    c=round(self.costs.c, 4), v=v, predicted_speedup=round(self.speedup, 3),
-                    training_s=round(self.seconds, 1))
+        score, costs = self.score, self.costs
+        return dict(
+            acceptance_by_step=score.acceptance.round(4).tolist(), overlap_by_step=score.sampled.round(4).tolist(),
+            judged_rows=int(score.rows[0]), c=round(costs.c, 4), v=[round(s / costs.rows_s[0], 3) for s in costs.rows_s],
+            best_k=self.k, predicted_speedup=round(self.speedup, 3), training_s=round(self.seconds, 1))
 
 
 class Stage(NamedTuple):

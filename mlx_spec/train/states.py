@@ -36,7 +36,7 @@ def cores() -> list[mx.Stream]:
 
 
 class Example(NamedTuple):
-    """A draft learns `answer`; `prompt` is only read. temperature: None where the target did not write the answer."""
+    """A draft learns the answer; the prompt is only read. temperature: None where the target did not answer."""
 
     prompt: list[int]
     answer: list[int]
@@ -49,8 +49,8 @@ class Example(NamedTuple):
 
 class States:
     """The stored texts. Row t of a text's states is what the target knows after token t; shallow states come first,
-    each row scaled to unit mean square, the final ones are as they are. rows: (texts, 4) of start, prompt length, length,
-    temperature in thousandths (-1: unknown)."""
+    each row scaled to unit mean square, the final ones are as they are. rows: (texts, 4) of start, prompt length,
+    length, temperature in thousandths (-1: unknown)."""
 
     def __init__(self, folder: Path, card: dict):
         """card: everything that the states depend on. Raises SpecError where it can't write."""
