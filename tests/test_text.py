@@ -185,7 +185,16 @@ def test_made_up_turns_are_whole_prompts_and_no_two_alike(small):
     for turn in turns:
         said = turn[len(begin) : -len(end)]
         assert turn[: len(begin)] == begin and turn[-len(end) :] == end
-        assert 0 < len(said) < 32 and set(said) <= {*range(97, 123), 32} and said[0] != 32 != said[-1]
+        opener = next((o for o in text.OPENERS if bytes(said).startswith(o.encode())), "")
+        written = said[len(opener) :]
+        assert len(written) < 32 and set(written) <= {*range(97, 123), 32} and said[0] != 32 != said[-1]
+
+
+def test_half_of_the_turns_begin_in_a_way_that_was_chosen():
+    begun = [[i] for i in range(1, 5)]
+    starts = text._starts(begun, (1, 2))
+    assert starts == text._starts(begun, (1, 2)) != text._starts(begun, (1, 3))
+    assert starts.count([]) == len(starts) // 2 and {*map(tuple, starts)} == {(), (1,), (2,), (3,), (4,)}
 
 
 def test_turns_and_answers_depend_on_the_seed_alone(small):
@@ -267,7 +276,8 @@ def test_a_template_that_shows_no_user_turn_asks_for_data(small, template):
         list(user_turns(chatty(tiny.byte_tokenizer(chat_template=template)), 1, 0))
 
 
-def test_a_target_that_never_ends_a_turn_or_repeats_itself_is_given_up(small):
+def test_a_target_that_never_ends_a_turn_or_repeats_itself_is_given_up(small, monkeypatch):
+    monkeypatch.setattr(text, "OPENERS", ("",))
     endless = np.full((tiny.VOCAB, tiny.VOCAB), -40.0)
     endless[:, 97] = 0
     with pytest.raises(SpecError, match="makes up no user turns"):

@@ -25,7 +25,7 @@ from mlx_spec.train.loop import Schedule, Trainer
 from mlx_spec.train.loss import loss, score
 from mlx_spec.train.run import Recipe, train
 from mlx_spec.train.states import Example, States, collect, make_card
-from mlx_spec.train.students import KINDS
+from mlx_spec.train.students import KINDS, begun
 
 QUICK = dict(epochs=3, batch_tokens=512, learning_rate=3e-3, warmup=10, every=20, judged_texts=16)
 HOT = 16  # ids that occur
@@ -293,6 +293,34 @@ def test_without_data_the_target_writes_its_own_text(tmp_path):
         assert "--data" in str(error)
     else:
         assert {stage.name for stage in stages} == {"text", "states", "train"}
+
+
+def test_the_target_writes_beside_the_data(tmp_path, monkeypatch):
+    """Both kinds of text are in the store, the data first."""
+    folder = tiny.write_folder(tmp_path / "target", model=target())
+    data = tmp_path / "text.jsonl"
+    data.write_text("".join(json.dumps(e._asdict()) + "\n" for e in texts()[:8]))
+    own = [[i % 50 + 1 for i in range(n, n + 9)] for n in range(12)]
+    monkeypatch.setattr("mlx_spec.train.text._turns", lambda pair, seed, seen: iter([own]))
+    made = recipe(folder, data, tmp_path / "out", own=100)
+    train(made)
+    rows = np.fromfile(made.work / "states" / "rows.bin", np.int32).reshape(-1, 4)
+    assert len(rows) == 8 + 12 and (rows[8:, 1] == 9).all()
+    with pytest.raises(ValueError, match="own needs data"):
+        recipe(folder, None, tmp_path / "out", own=100)
+
+
+def test_a_draft_goes_on_from_an_earlier_one(folder, data, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(recipe(folder, data, first, bits=16))
+    began = begun("heads", mlx_spec.load(str(folder), draft=False).target, first, ())
+    saved = mlx_spec.load(str(folder), draft=str(first)).draft
+    assert mx.allclose(began.fuse.weight, saved.fuse.weight.astype(mx.float32), atol=1e-3)
+    again = train(recipe(folder, data, second, begin=first, schedule=Schedule(**QUICK | dict(epochs=0.01))))
+    fresh = train(recipe(folder, data, tmp_path / "fresh", schedule=Schedule(**QUICK | dict(epochs=0.01))))
+    assert again.score.acceptance[0] > fresh.score.acceptance[0] + 0.1
+    with pytest.raises(SpecError, match="is not one of kind mlp"):
+        train(recipe(folder, data, tmp_path / "other", "mlp", begin=first))
 
 
 @pytest.mark.parametrize("changed, said", [

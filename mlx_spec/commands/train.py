@@ -23,7 +23,8 @@ def run(args: argparse.Namespace) -> int:
 
     names = ("epochs", "batch_tokens", "learning_rate", "unroll", "every", "seed")
     schedule = Schedule(**{name: getattr(args, name) for name in names})
-    recipe = Recipe(args.target, args.kind, Path(args.out), args.tokens, args.data and Path(args.data), args.layers,
+    recipe = Recipe(args.target, args.kind, Path(args.out), args.tokens, args.data and Path(args.data), args.own,
+                    args.begin and Path(args.begin), args.layers,
                     args.vocab, args.depths and tuple(args.depths), args.bits, args.max_length, args.resume, schedule)
     try:
         report = train(recipe, _Bar().tell)
@@ -90,8 +91,10 @@ def fill(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokens", type=_count, default="2M", metavar="N", help="answer tokens, as 500000, 500K or 2M")
     group.add_argument("--data", metavar="PATH", help="a .jsonl file or a folder of .jsonl, .txt, .md: prompts, conversations, "
                                                       "documents (default: the target makes up user turns)")
+    group.add_argument("--own", type=_count, default=0, metavar="N", help="answer tokens that the target writes beside --data (default: none)")
     group.add_argument("--max-length", type=int, default=512, metavar="N", help="tokens of a text at most")
     group = parser.add_argument_group("training")
+    group.add_argument("--begin", metavar="DIR", help="an earlier draft of this kind to go on from (default: new weights)")
     group.add_argument("--epochs", type=float, default=3.0, metavar="X", help="times over the text")
     group.add_argument("--batch-tokens", type=int, default=4096, metavar="N", help="tokens of a step")
     group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its highest")

@@ -25,7 +25,7 @@ from .batches import split
 from .loop import Progress, Schedule, Trainer
 from .loss import Score
 from .states import Example, States, collect, make_card
-from .students import KINDS, frequent_ids, make, read_depths, scale_norms, width
+from .students import KINDS, begun, frequent_ids, make, read_depths, scale_norms, width
 
 JUDGED = 400  # held-out texts of the final report, at most
 TIMED_ROWS = 8
@@ -35,14 +35,17 @@ Tell = Callable[["Stage"], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to train. tokens: answer tokens to learn from. layers: of a draft or heads; steps of an mlp. vocab: output
-    ids. depths: layers after which heads read the target; None: low, middle, high. max_length: of a text, in tokens."""
+    """What to train. tokens: answer tokens to learn from; own: more that the target writes beside the data. layers: of
+    a draft or heads; steps of an mlp. vocab: output ids. depths: layers after which heads read the target; None: low,
+    middle, high. begin: an earlier draft of this kind to go on from. max_length: of a text, in tokens."""
 
     target: str
     kind: str
     out: Path
     tokens: int = 2_000_000
     data: Path | None = None
+    own: int = 0
+    begin: Path | None = None
     layers: int | None = None
     vocab: int = 8192
     depths: tuple[int, ...] | None = None
@@ -61,6 +64,8 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be {least} or more; got {value}")
+        if self.own < 0 or self.own and not self.data:
+            raise ValueError("own needs data to stand beside; without it all text is the target's own")
 
     @property
     def work(self) -> Path:
@@ -121,19 +126,27 @@ def _check(pair: Pair) -> None:
 
 
 def _states(pair: Pair, recipe: Recipe, depths: Sequence[int], tell: Tell) -> States:
-    source = recipe.data or _write(pair, recipe, tell)
-    made_from = f"{sha256(source) if source.is_file() else source.resolve()}, {recipe.tokens}, {recipe.max_length}"
+    source = recipe.data or _write(pair, recipe, recipe.tokens, tell)
+    made_from = f"{sha256(source) if source.is_file() else source.resolve()}, {recipe.tokens}, {recipe.own}, {recipe.max_length}"
     store = States(recipe.work / "states", make_card(recipe.target, depths, width(pair.target), made_from))
-    texts = _limited(_with_answers(pair, recipe, source, tell), recipe.tokens)
+    texts = chain(_limited(_with_answers(pair, recipe, source, tell), recipe.tokens), _own(pair, recipe, tell))
     collect(store, pair.target, depths, texts, lambda done: tell(Stage("states", done, 0)))
     if len(store) < 2:
         raise SpecError("there is too little text to learn from: two texts are the least; raise --tokens or add --data")
     return store
 
 
-def _write(pair: Pair, recipe: Recipe, tell: Tell, prompts: Iterator[list[int]] | None = None) -> Path:
-    return text.write(pair, recipe.work, recipe.tokens, recipe.schedule.seed, prompts,
-                      lambda done: tell(Stage("text", done, recipe.tokens)))
+def _write(pair: Pair, recipe: Recipe, tokens: int, tell: Tell, prompts: Iterator[list[int]] | None = None,
+           folder: str = "") -> Path:
+    """What the target writes now, from prompts of its own or these."""
+    return text.write(pair, recipe.work / folder, tokens, recipe.schedule.seed, prompts,
+                      lambda done: tell(Stage("text", done, tokens)))
+
+
+def _own(pair: Pair, recipe: Recipe, tell: Tell) -> Iterator[Example]:
+    if recipe.own:
+        yield from text.read(_write(pair, recipe, recipe.own, tell, folder="own"), pair.tokenizer, recipe.max_length,
+                             pair.vocab_size)
 
 
 def _with_answers(pair: Pair, recipe: Recipe, source: Path, tell: Tell) -> Iterator[Example]:
@@ -145,7 +158,7 @@ def _with_answers(pair: Pair, recipe: Recipe, source: Path, tell: Tell) -> Itera
     asked = (t.prompt for t in read(source) if not t.answer)
     first = next(asked, None)
     if first is not None:
-        yield from read(_write(pair, recipe, tell, chain([first], asked)))
+        yield from read(_write(pair, recipe, recipe.tokens, tell, chain([first], asked)))
 
 
 def _limited(texts: Iterator[Example], tokens: int) -> Iterator[Example]:
@@ -157,6 +170,8 @@ def _limited(texts: Iterator[Example], tokens: int) -> Iterator[Example]:
 
 
 def _student(pair: Pair, recipe: Recipe, depths: Sequence[int], store: States) -> Any:
+    if recipe.begin is not None:
+        return begun(recipe.kind, pair.target, recipe.begin, depths)
     tokens, states = store.open()
     rows, _ = split(store.rows, recipe.schedule.held_out)
     ids = frequent_ids(tokens, rows, recipe.vocab, pair.vocab_size)

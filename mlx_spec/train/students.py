@@ -7,15 +7,18 @@ Knows nothing of text, disks or loops.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
 
 from ..drafters.heads import Heads, HeadsArgs
 from ..drafters.mlp import Mlp, MlpArgs
+from ..drafters.saved import load_saved
 from ..drafters.shared import Shared
 from ..errors import SpecError, first_line
 from ..hidden import Inside, embedding, output, trunk
@@ -38,6 +41,18 @@ def make(kind: str, target: nn.Module, ids: mx.array, *, layers: int | None, dep
     student.ids = ids
     student.bind(target, mx.float32)
     return student
+
+
+def begun(kind: str, target: nn.Module, folder: Path, depths: Sequence[int]) -> Heads | Mlp:
+    """A draft that was trained before, as a student again. Raises SpecError and PairError."""
+    student = load_saved(folder)
+    wanted = {"heads": Heads, "mlp": Mlp}.get(kind)
+    if wanted is None or not isinstance(student, wanted) or tuple(student.depths) != tuple(depths):
+        raise SpecError(f"{folder} is not one of kind {kind} that reads the target after layers "
+                        f"{', '.join(map(str, depths)) or 'none'}: name its kind and depths, or leave out --begin")
+    dequantize_model(student)
+    student.bind(target, mx.float32)
+    return student.train()
 
 
 def read_depths(kind: str, target: nn.Module, depths: Sequence[int] | None) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import json
 import zlib
 from itertools import chain, cycle, islice
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, Iterable, Iterator, Sequence
+from typing import Any, BinaryIO, Callable, Iterable, Iterator, NamedTuple, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -20,13 +20,29 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..errors import SpecError, writing
 from ..pairs import Pair
 from ..prompts import clean, encode, turn_end
-from .states import KEPT, Example
+from .states import KEPT, Example, cores
 
 LINES, DOCUMENTS = (".jsonl", ".jsonl.gz"), (".txt", ".md")
 BLOCK = 1 << 16  # characters of a document that are encoded at once
-BATCH = 32  # texts written side by side: the most that a killed run loses
+BATCH = 64  # texts written side by side: the most that a killed run loses
 TURN_TOKENS, TURN_TEMPERATURES = 128, (0.9, 1.0)
 ANSWER_TOKENS, ANSWER_TEMPERATURES = 224, (0.0, 0.4, 0.6, 0.8)
+# How a user may begin. Left to itself a target's users ask for advice, most of them; every other turn
+# begins with one of these, so that a draft also learns how its target writes code, sums and stories.
+OPENERS = (
+    "Write a function in Python that", "Write a SQL query", "Fix the bug in this code:\n", "Explain what this code does:\n",
+    "Write a bash script", "Write a class in Java", "Write JavaScript code", "Write an HTML page",
+    "Translate the following sentence to French:", "Translate into Spanish:", "Translate this into German:", "How do you say",
+    "Summarize the following text:\n", "Give me a one-sentence summary of", "Rewrite the following paragraph", "Correct the errors in",
+    "Make this sentence more formal:", "Shorten this text:", "Turn the following into a list:", "Convert this to JSON:",
+    "Extract the names from", "Put the following in a table:", "Classify the sentiment of", "Answer with yes or no:",
+    "Solve the equation", "A train leaves", "If a shirt costs", "What is the sum of", "Calculate the area of", "How many ways",
+    "Tom has", "Convert 5", "Prove that", "Write a short story about", "Write a poem about", "Begin a novel in which",
+    "Write a dialogue between", "Write a letter to", "Write an email to", "Write a product description", "Write a review of",
+    "Explain to a child", "What is the difference between", "Why does", "Who was", "When did", "Describe how", "List five",
+    "Name three", "Give me step-by-step instructions", "What are the pros and cons of", "Plan a", "Suggest", "My friend",
+    "I have been", "Read this text and answer the question:\n", "Given the following recipe", "Pretend that you are",
+)
 BARREN = 8  # batches without one new turn, after which asking on is useless
 
 NO_FORM = 'it must be JSON: {"prompt", "answer"}, {"messages"} or {"text"}, in text or token ids'
@@ -165,10 +181,13 @@ def _turns(pair: Pair, seed: int, seen: set[int]) -> Iterator[list[list[int]]]:
     user begins to write (Magpie, Xu et al. 2024, arXiv 2406.08464). seen: hashes of those there are, which say
     where to go on. Raises SpecError when it makes up none."""
     tokenizer, opening, barren = pair.tokenizer, _opening(pair), 0
+    begun = [list(tokenizer.encode(text, add_special_tokens=False)) for text in OPENERS]
     ends = pair.end_ids | {i for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items() if token.special}
     while barren < BARREN:
-        texts = _written(pair, [opening] * BATCH, (seed, len(seen), barren), TURN_TOKENS, TURN_TEMPERATURES, ends)
-        said = [tokenizer.decode(text[:-1]).strip() for text in texts if text[-1] in ends]
+        starts = _starts(begun, (seed, len(seen), barren))
+        texts = _written(pair, [opening + start for start in starts], (seed, len(seen), barren), TURN_TOKENS,
+                         TURN_TEMPERATURES, ends)
+        said = [tokenizer.decode(start + text[:-1]).strip() for start, text in zip(starts, texts) if text[-1] in ends]
         prompts = [encode(tokenizer, [{"role": "user", "content": turn}])[0] for turn in said if turn]
         new = {h: prompt for prompt in prompts if (h := hash(tuple(prompt))) not in seen}
         seen.update(new)
@@ -176,6 +195,12 @@ def _turns(pair: Pair, seed: int, seen: set[int]) -> Iterator[list[list[int]]]:
         if new:
             yield list(new.values())
     raise SpecError(NO_TURNS)
+
+
+def _starts(begun: list[list[int]], seeds: tuple[int, ...]) -> list[list[int]]:
+    """What the turns of a batch begin with: nothing for every other one."""
+    chosen = np.random.default_rng(seeds).integers(len(begun), size=BATCH)
+    return [begun[chosen[row]] if row % 4 < 2 else [] for row in range(BATCH)]
 
 
 def _opening(pair: Pair) -> list[int]:
@@ -193,17 +218,17 @@ def _written(pair: Pair, prompts: list[list[int]], seeds: tuple[int, ...], max_t
     """What the target writes after each prompt. All rows stand at the same position: while a prompt has
     tokens left, they replace the drawn ones. So nothing is padded, which some of mlx-lm's models get wrong."""
     key = mx.random.key(int(np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]))
-    heat = mx.array([t for _, t in zip(prompts, cycle(temperatures))])[:, None]
     texts, writing = [[] for _ in prompts], set(range(len(prompts)))
-    cache, at = make_prompt_cache(pair.target), min(map(len, prompts)) - 1
-    if at:
-        pair.target(mx.array([prompt[:at] for prompt in prompts]), cache=cache)
-        mx.eval([c.state for c in cache])  # so no logits are computed
+    at, parts = min(map(len, prompts)) - 1, _parts(pair, prompts, temperatures)
     column = [prompt[at] for prompt in prompts]
     while writing:
-        logits = pair.target(mx.array(column)[:, None], cache=cache)[:, -1, : pair.vocab_size].astype(mx.float32)
         key, now = mx.random.split(key)
-        column = mx.argmax(logits + heat * mx.random.gumbel(logits.shape, key=now), axis=-1).tolist()
+        drawn = []
+        for number, part in enumerate(parts):
+            with mx.stream(part.core):
+                drawn.append(part.step(column, mx.random.split(now, len(parts))[number]))
+        mx.eval(drawn)
+        column = [i for d in drawn for i in d.tolist()]
         at += 1
         for row, prompt in enumerate(prompts):
             if at < len(prompt):
@@ -213,3 +238,32 @@ def _written(pair: Pair, prompts: list[list[int]], seeds: tuple[int, ...], max_t
                 if column[row] in ends or len(texts[row]) == max_tokens:
                     writing.remove(row)
     return texts
+
+
+class _Part(NamedTuple):
+    """Some rows of a batch with caches of their own: a core's share."""
+
+    pair: Pair
+    core: mx.Stream
+    rows: slice
+    heat: mx.array
+    cache: list
+
+    def step(self, column: list[int], key: mx.array) -> mx.array:
+        """The rows' next tokens, from the newest ones of the whole batch."""
+        logits = self.pair.target(mx.array(column[self.rows])[:, None], cache=self.cache)[:, -1, : self.pair.vocab_size]
+        return mx.argmax(logits + self.heat * mx.random.gumbel(logits.shape, key=key), axis=-1)
+
+
+def _parts(pair: Pair, prompts: list[list[int]], temperatures: Sequence[float]) -> list[_Part]:
+    """The batch in a part for each core, all prompts read up to the last token of the shortest."""
+    heat, at = [t for _, t in zip(prompts, cycle(temperatures))], min(map(len, prompts)) - 1
+    each, parts = -(-len(prompts) // len(cores())), []
+    for core, start in zip(cores(), range(0, len(prompts), each)):
+        rows = slice(start, start + each)
+        with mx.stream(core):
+            parts.append(_Part(pair, core, rows, mx.array(heat[rows])[:, None], make_prompt_cache(pair.target)))
+            if at:
+                pair.target(mx.array([prompt[:at] for prompt in prompts[rows]]), cache=parts[-1].cache)
+    mx.eval([c.state for part in parts for c in part.cache if at])  # so no logits are computed
+    return parts
