@@ -21,6 +21,8 @@ COMMANDS = {
     "pairs": "commands.pairs",
     "pull": "commands.pull",
     "train": "commands.train",
+    "bench": "commands.bench",
+    "doctor": "commands.doctor",
 }
 
 

@@ -1,20 +1,104 @@
 """The bench on tiny models: what is run, what is counted, what is said. Nothing here is judged by its speed."""
 
+import csv
+import io
 import json
+import random
+import sys
 
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
+import tiny
 
-from mlx_spec.bench import texts
+import mlx_spec
+from mlx_spec import cli, verify
+from mlx_spec.bench import arms, card, compare, figures, plot, record, render, run, session, texts
+from mlx_spec.bench.arms import OURS, PLAIN, SPECULATIVE, Arm
+from mlx_spec.bench.stats import interval
+from mlx_spec.costs import Costs
+from mlx_spec.types import Options
+
+COSTS = Costs((1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8), 0.1, 0.02)
+SYSTEM_PROFILER = json.dumps({"SPDisplaysDataType": [
+    {"_name": "Apple M3 Max", "spdisplays_vendor": "sppci_vendor_Apple", "sppci_cores": "30", "sppci_model": "Apple M3 Max"}]})
+PMSET_BATT = "Now drawing from 'Battery Power'\n -InternalBattery-0 (id=1)\t83%; discharging; 5:12 remaining present: true\n"
+PMSET = "System-wide power settings:\nCurrently in use:\n standby              1\n lowpowermode         1\n displaysleep         10\n"
+
+
+@pytest.fixture(autouse=True)
+def quick_card(monkeypatch, tmp_path):
+    """What takes seconds and is no matter here: costs, memory bandwidth, the BLAS."""
+    monkeypatch.setenv("MLX_SPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(session, "measure", lambda pair, again: COSTS)
+    monkeypatch.setattr(card, "bandwidth", lambda: 50.0)
+    monkeypatch.setattr(card, "blas_in_use", lambda: {"blas": "openblas"})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target and a draft that agrees in part; neither ends a reply by itself."""
+    folder, target = tmp_path_factory.mktemp("models"), tiny.make("llama")
+    head = target.lm_head.weight
+    target.lm_head.weight = mx.concatenate([head[:256], mx.zeros_like(head[256:])])
+    tiny.write_folder(folder / "target", model=target)
+    tiny.write_folder(folder / "draft", model=tiny.noisy_copy(target))
+    return folder
+
+
+@pytest.fixture
+def bench(folders, tmp_path, capsys):
+    """Runs `mlx_spec bench` on the tiny pair; returns exit code, stdout, stderr and the record."""
+
+    def call(*arguments, draft="draft", prompts=("Why is the sky blue?", "Count to ten.")):
+        path, out = tmp_path / "mine.jsonl", tmp_path / "out.json"
+        path.write_text("".join(json.dumps({"text": p}) + "\n" for p in prompts))
+        models = ["--target", str(folders / "target"), *(["--draft", str(folders / draft)] if draft else [])]
+        command = ["bench", *models, "--prompts", str(path), "-m", "12", "--out", str(out), *map(str, arguments)]
+        capsys.readouterr()
+        code = cli.main(command)
+        return code, *capsys.readouterr(), json.loads(out.read_text())
+
+    return call
+
+
+def made(speeds, noise=0.0, seed=0, repetitions=1, **changes):
+    """A record with these speed-ups by (category, k); each prompt of three has a level of its own."""
+    draw, runs = random.Random(seed), []
+    for repetition, category, n in [(r, c, n) for r in range(repetitions) for c in dict.fromkeys(c for c, _ in speeds) for n in range(3)]:
+        for k in dict.fromkeys([None, *(k for c, k in speeds if c == category)]):
+            speed = (1 + 0.2 * n if k else 1) * (1.0 if k is None else speeds[category, k]) * (1 + draw.gauss(0, noise))
+            drafted = [10] * (k or 0)
+            runs.append({
+                "prompt": f"{category}-{n}", "category": category, "repetition": repetition, "engine": PLAIN if k is None else OURS,
+                "k": k or 0, "temperature": 0.0, "prompt_tokens": 40, "tokens": 20, "prompt_s": 1.0,
+                "draft_prompt_s": 0.1 if k else None, "ttft_s": 1.1, "decode_s": 2.0 / speed, "rounds": 10, "drafted": sum(drafted),
+                "accepted": 10 if k else 0, "drafted_by_position": drafted, "judged": drafted, "kept": [10] * bool(k),
+                "mode": "speculative" if k else "plain", "peak_memory_bytes": 10**8,
+                "identity": None if k is None else {"kind": "identical", "at": None, "gap": None},
+                "predicted": speed, "probe_ms": 5.0, "load": 0.1} | changes)
+    facts = {"name": "t", "revision": None, "bits": 4, "dtype": "float16", "bytes": 10**9}
+    costs = session._costs(COSTS, [], {"bandwidth_gbs": 100.0}, facts, None)
+    found = {"version": 1, "made": "2026-01-01T00:00:00+00:00", "finished": True, "arguments": {}, "card": dict(CARD), "target": facts,
+             "draft": None, "costs": costs, "runs": runs, "notes": []}
+    record.check(found)
+    return found
+
+
+CARD = dict(system="macOS 26.1", chip="Apple M4 Pro", gpu_cores=20, memory_bytes=24 * 10**9, power="AC Power", low_power=False,
+            device="gpu", blas=None, bandwidth_nominal_gbs=273, bandwidth_gbs=240.0, python="3.12", mlx="0", mlx_lm="0", mlx_spec="0",
+            git=None)
 
 
 # --- prompts
 
 
 def test_every_category_has_real_prompts_and_one_is_very_long():
+    """A11: no made-up ids, text of every kind."""
     found = texts.load()
     sizes = [len([p for p in found if p.category == name]) for name in texts.CATEGORIES]
     assert min(sizes) >= 8 and len({p.id for p in found}) == len({p.text for p in found}) == len(found)
-    assert [p.id for p in found if len(p.text) > texts.VERY_LONG] == ["long-8"]
+    assert [p.id for p in found if len(p.text) > 20_000] == ["long-8"]
     assert all("\n\n" in p.text for p in found if p.category in ("edit", "summarise", "long"))  # with its text
 
 
@@ -32,3 +116,242 @@ def test_prompts_that_cannot_be_read_are_one_clear_line(tmp_path):
         with pytest.raises(ValueError, match=said) as error:
             texts.load([name])
         assert "\n" not in str(error.value)
+
+
+# --- runs
+
+
+def test_every_row_says_what_ran_and_greedy_replies_are_plain_ones(bench):
+    """A10: mode, drafted and accepted in every row, and no length at which the draft is left out. A06: plain beside it."""
+    code, out, err, found = bench("-k", "0,3", "-n", "2")
+    record.check(found)
+    assert code == 0 and len(found["runs"]) == 2 * 2 * 4 and "at most" in err and "left" in err
+    for row in found["runs"]:
+        drafting = row["engine"] == SPECULATIVE or row["k"] == 3
+        assert (row["drafted"] > 0) == drafting and row["mode"] and row["tokens"] == 12
+        assert row["draft_prompt_s"] is None or drafting  # A11
+        assert row["identity"] is None if row["engine"] == PLAIN else row["identity"]["kind"] == "identical"
+        assert sum(row["kept"]) == row["accepted"] <= row["drafted"]  # A101
+    for name in (PLAIN, "mlx_spec k=0", "mlx_spec k=3", "mlx-lm-spec k=3"):
+        assert f"| {name} " in out
+    assert "not a Mac" in out or sys.platform == "darwin"
+
+
+def test_k_0_never_asks_the_draft(bench, monkeypatch):
+    """A09, A100: nothing was drafted, so the acceptance is n/a."""
+    code, out, _, found = bench("-k", "0", "--baseline", "mlx-lm-plain")
+    row = next(r for r in figures.rows(found) if r.arm == Arm(OURS, 0, 0.0))
+    assert code == 0 and row.drafted == 0 and row.acceptance_rate is None and row.mode.startswith("plain")
+    assert next(line for line in out.splitlines() if "mlx_spec k=0" in line).count("n/a") == 1  # drafts kept
+
+
+def test_sampled_replies_are_those_of_plain_decoding_with_the_same_seed(bench):
+    _, _, _, found = bench("-k", "3", "--temp", "0.8", "--baseline", "mlx-lm-plain")
+    kinds = {(r["engine"], r["k"]): r["identity"] and r["identity"]["kind"] for r in found["runs"]}
+    assert kinds == {(PLAIN, 0): None, (OURS, 0): None, (OURS, 3): "identical"}
+    _, _, _, found = bench("-k", "3", "--temp", "0.8", "--verify", "block")
+    assert all(r["identity"] is None for r in found["runs"])
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_wrong_replies_are_bugs_without_a_speed_and_the_exit_code_is_1(bench, monkeypatch, temperature):
+    """The control: a verification that keeps every draft."""
+    monkeypatch.setattr(verify, "leading", lambda keep: mx.full(keep.shape[:1], keep.shape[1], dtype=mx.int32))
+    code, out, _, found = bench("-k", "3", "--temp", temperature, "--baseline", "mlx-lm-plain")
+    row = next(r for r in figures.rows(found) if r.arm.k == 3)
+    assert code == 1 and row.bugs == 2 and row.speedup is None and "BUG: no speed" in out and "k=0" in out.splitlines()[-1]
+
+
+def test_a_reply_that_ends_too_early_is_a_bug(folders):
+    pair = mlx_spec.load(folders / "target", folders / "draft")
+    ids, arm = [1, 2, 3], Arm(OURS, 2, 0.0)
+    whole = arms.theirs(pair, ids, Arm(PLAIN, 0, 0.0), Options(max_tokens=8))
+    replies = {Arm(PLAIN, 0, 0.0): {"got": whole["ids"]}, arm: {"got": [*whole["ids"][:4], run.END]}}
+    found = run._identity(pair, ids, arm, replies, Options(seed=0))
+    assert found["kind"] == "BUG" and found["at"] == 4
+
+
+def test_the_bench_counts_what_the_library_counts(folders):
+    """A13: same ids, drafted and accepted."""
+    pair = mlx_spec.load(folders / "target", folders / "draft")
+    text = "Say ha fifty times."
+    found = arms.run(Arm(OURS, 3, 0.0), pair, run.encoded(pair, [texts.Prompt("a", "b", text)])[0][1], Options(max_tokens=40))
+    result = mlx_spec.generate(pair, [{"role": "user", "content": text}], max_tokens=40, num_draft_tokens=3)
+    assert (found["ids"], found["drafted"], found["accepted"]) == (result.ids, result.stats.drafted, result.stats.accepted)
+
+
+def test_arms_take_turns_in_every_place(folders, monkeypatch):
+    """A12: interleaved, so that no arm always runs on a cold or a warm machine."""
+    pair, order = mlx_spec.load(folders / "target", folders / "draft"), []
+    original = run.run
+    monkeypatch.setattr(run, "run", lambda arm, *rest: (order.append(str(arm)), original(arm, *rest))[1])
+    prompts = [texts.Prompt(str(i), "chat", "Hello") for i in range(3)]
+    session.bench(pair, None, prompts, [0, 2], [0.0], [], 1, Options(max_tokens=4), 0, {}, lambda text: None)
+    timed = order[3:]  # after the warm-up
+    assert sorted(order[:3]) == sorted(set(timed)) and len(timed) == 9
+    assert all(len({timed[3 * turn + place] for turn in range(3)}) == 3 for place in range(3))
+
+
+def test_a_round_is_one_evaluation_and_one_read_by_count(folders):
+    found = arms.count_rounds(mlx_spec.load(folders / "target", folders / "draft"), [1, 2, 3], 2)
+    assert (found["evaluations"], found["reads"]) == (1, 1) and found["host_ms"] > 0
+    assert mx.eval.__module__ != arms.__name__  # put back
+
+
+def test_ctrl_c_keeps_what_is_finished(bench, monkeypatch):
+    original, calls = run._one_prompt, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(run, "_one_prompt", interrupted)
+    code, out, _, found = bench("-k", "2")
+    assert code == 130 and not found["finished"] and {r["prompt"] for r in found["runs"]} == {"mine-1"}
+    assert "Interrupted" in out and "mlx_spec k=2" in out
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["-k", "0,65"], "num_draft_tokens"), (["--temp", "-1"], "temperature"), (["-n", "0"], "-n must"), (["--out", "x.txt"], "--out must"),
+    (["--baseline", "vllm"], "mlx-lm-plain, mlx-lm-spec"), (["--prompts", "poetry"], "chat, code"), (["--compare", "none.json"], "none.json")])
+def test_what_is_wrong_on_the_command_line_is_said_before_anything_is_loaded(arguments, said, capsys):
+    assert cli.main(["bench", "--target", "./none", *arguments]) == 1
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+# --- figures
+
+
+def test_losses_are_said_and_acceptance_is_no_speed():
+    """A06, A07, A08: a draft of which half is kept and that is slower everywhere but in code."""
+    found = made({("chat", 2): 0.6, ("chat", 4): 0.5, ("code", 2): 1.5, ("code", 4): 1.8})
+    out = render.markdown(found)
+    chat, code = ([line for line in out.splitlines() if line.startswith(f"| {c} ") and "k=4" in line] for c in ("chat", "code"))
+    assert "a loss" in chat[0] and "10 of 40" not in chat[0] and "30 of 120 (25%)" in chat[0] and "a loss" not in code[0]
+    assert figures.advice(found) == "On this Apple M4 Pro use k=4 (1.25x); for chat leave speculation off (k=0)."
+    found = made({(c, k): v for c in ("chat", "edit") for k, v in ((2, 1.3), (4, 1.1))} | {("code", 2): 1.2, ("code", 4): 1.8})
+    assert figures.advice(found) == "On this Apple M4 Pro use k=2 (1.56x); for code use k=4 (2.16x)."
+    assert "leave speculation off (k=0)" in figures.advice(made({("chat", 2): 0.6}))
+
+
+def test_tokens_are_ids_and_prompt_time_is_apart():
+    """A102: one formula for all arms, decoding by itself and from end to end."""
+    row = next(r for r in figures.rows(made({("chat", 2): 1.0})) if r.arm.engine == PLAIN)
+    assert row.tps == pytest.approx(20 / 2.0) and row.end_to_end_tps == pytest.approx(20 / 3.0)
+
+
+def test_acceptance_is_counted_by_place_of_all_and_of_those_that_could_stand():
+    """A100, A101: four rounds of 3 drafts with 0, 1, 2, 3 kept; a bonus is no draft."""
+    origins = [o for kept in range(4) for o in ["accepted"] * kept + ["bonus" if kept == 3 else "correction"]]
+    assert arms.by_position(origins) == {"judged": [4, 3, 2], "kept": [3, 2, 1]}
+    counts = arms._counts([False, True, False, True, True, False, True, True, True, False], 3)
+    assert (counts["rounds"], counts["drafted"], counts["accepted"], counts["judged"]) == (4, 12, 6, [4, 3, 2])
+    runs = [r | arms.by_position(origins) | {"drafted_by_position": [4, 4, 4]} for r in made({("chat", 3): 1.0})["runs"]]
+    row = next(r for r in figures.rows(made({("chat", 3): 1.0}) | {"runs": runs}) if r.arm.k == 3)
+    assert row.kept == pytest.approx([3 / 4, 2 / 4, 1 / 4]) and row.stood == pytest.approx([3 / 4, 2 / 3, 1 / 2])
+
+
+def test_the_prediction_is_tokens_over_what_the_rounds_cost():
+    counts = {"rounds": 4, "drafted_by_position": [4, 4]}
+    assert run.predicted(counts, 10, COSTS) == pytest.approx(10 / (4 * (0.02 + 2 * 0.1 + 1.2)))
+    assert run.predicted(counts | {"drafted_by_position": [4, 3]}, 10, COSTS) == pytest.approx(
+        10 / (3 * (0.02 + 0.2 + 1.2) + 0.02 + 0.1 + 1.1))
+    assert run.predicted({"rounds": 4, "drafted_by_position": [4] * 9}, 10, COSTS) is None
+
+
+def test_prompts_beside_which_the_machine_was_slower_are_marked():
+    found = made({("chat", 2): 1.2})
+    assert "MOVED" not in render.markdown(found)
+    found["runs"][0]["probe_ms"] = found["runs"][1]["probe_ms"] = 5.6
+    assert next(r for r in figures.rows(found) if r.arm.k == 2).moved == 1 and "MOVED" in render.markdown(found)
+
+
+def test_two_runs_of_the_same_build_agree_even_with_two_prompts():
+    draw = random.Random(0)
+    sample = lambda: [1.3 * (1 + draw.gauss(0, 0.03)) for _ in range(2)]  # noqa: E731
+    pairs = [(interval(sample()), interval(sample())) for _ in range(60)]
+    inside = sum(a["low"] <= b["median"] <= a["high"] for a, b in pairs)
+    assert inside >= 36 and interval([1.2]) == {"median": 1.2, "low": None, "high": None}
+
+
+def test_a_build_slowed_by_5_percent_is_told_apart_and_the_same_build_is_not():
+    speeds = {(c, 2): 1.4 for c in texts.CATEGORIES[:4]}
+    slowed = {key: value * 0.95 for key, value in speeds.items()}
+    base, again, slow = (made(s, 0.02, seed, 2) for seed, s in enumerate((speeds, speeds, slowed)))
+    arm = Arm(OURS, 2, 0.0)
+    same, worse = (compare.against(base, other, arm) for other in (again, slow))
+    assert same["low"] < 1 < same["high"] and worse["high"] < 1
+    out = compare.markdown([("base", base), ("slow", slow)])
+    assert next(line for line in out.splitlines() if line.startswith("| all ")).rstrip(" |").endswith("slower")
+
+
+# --- the record
+
+
+def test_markdown_and_csv_are_renderings_of_the_json(bench):
+    _, out, _, found = bench("-k", "2", "--temp", "0,0.8")
+    assert render.markdown(found) == out
+    table = list(csv.DictReader(io.StringIO(render.comma_separated(found))))
+    assert len(table) == len(figures.rows(found)) and {row["k"] for row in table} == {"0", "2"}
+    code, out, _, _ = bench("-k", "2", "-o", "jsonl")
+    assert code == 0 and {json.loads(line)["category"] for line in out.splitlines()} == {"mine"}
+
+
+@pytest.mark.parametrize("spoil, said", [
+    (lambda r: r.pop("card"), "record must have exactly"), (lambda r: r["runs"][0].update(tokens=1.5), r"runs\[0\].tokens must be int"),
+    (lambda r: r["runs"][0].update(decode_s=float("nan")), "decode_s"), (lambda r: r["card"].update(gpu_cores="8"), "gpu_cores"),
+    (lambda r: r.update(version=2), "version 1"), (lambda r: r["runs"][0].update(k=None), "k")])
+def test_a_record_is_checked_against_its_schema(spoil, said, tmp_path):
+    found = made({("chat", 2): 1.0})
+    (tmp_path / "good.json").write_text(json.dumps(found))
+    assert record.read(str(tmp_path / "good.json")) == found
+    spoil(found)
+    (tmp_path / "bad.json").write_text(json.dumps(found))
+    with pytest.raises(ValueError, match=said) as error:
+        record.read(str(tmp_path / "bad.json"))
+    assert "\n" not in str(error.value)
+
+
+def test_what_apples_tools_print_is_understood():
+    assert card.gpu_cores(SYSTEM_PROFILER) == 30 and card.gpu_cores("") is None and card.gpu_cores("{}") is None
+    assert card.power(PMSET_BATT) == "Battery Power" and card.power("") is None
+    assert card.low_power(PMSET) is True and card.low_power(PMSET.replace("1\n disp", "0\n disp")) is False
+    assert card.low_power(" powermode            2\n") is False and card.low_power("") is None
+    assert card.nominal("Apple M3 Max", 30) == 300 and card.nominal("Apple M3 Max", 40) == 400
+    assert card.nominal("Apple M5 Max", 32) is None and card.nominal("Apple M4", 10) == 120 and card.nominal(None, None) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of a Linux machine")
+def test_a_linux_machine_is_never_shown_as_a_mac():
+    found = card.card()
+    record.check(found, record.Card)
+    assert "not a Mac" in found["system"] and found["blas"] == "openblas"
+    assert found["bandwidth_nominal_gbs"] is found["gpu_cores"] is found["power"] is found["low_power"] is None
+
+
+def test_the_models_of_a_record_have_bits_and_bytes_and_no_folders_of_this_machine(folders):
+    model = mlx_spec.load(folders / "target").target
+    found = card.model(model, str(folders / "target"))
+    assert found["name"] == "target" and found["bits"] is None and found["revision"] is None and found["dtype"] == "float32"
+    nn.quantize(model, 32, 4)
+    smaller = card.model(model, None)
+    assert smaller["bits"] == 4 and smaller["bytes"] < found["bytes"] / 4
+
+
+def test_memory_is_timed_by_reading_it(monkeypatch):
+    monkeypatch.undo()
+    assert 0.1 < card.bandwidth(1) < 10_000
+
+
+def test_a_plot_is_one_png_and_several_records_share_it(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    found = made({("chat", 2): 1.2, ("code", 2): 1.4})
+    plot.plot([("a", found), ("b", found)], str(tmp_path / "a.png"))
+    with image.open(tmp_path / "a.png") as drawn:
+        assert drawn.size == (plot.WIDTH, 3 * plot.HEIGHT) and len(drawn.getcolors(10**6)) > 4
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ValueError, match="pip install pillow"):
+        plot.plot([("a", found)], str(tmp_path / "b.png"))

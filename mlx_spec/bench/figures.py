@@ -1,0 +1,129 @@
+"""What the runs of a record come to: a row for each arm and category, and one sentence of advice."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, NamedTuple, Sequence
+
+from .arms import OURS, PLAIN, Arm
+from .record import Record, Run
+from .stats import MOVED, interval, median
+
+ALL = "all"
+
+
+class Row(NamedTuple):
+    """Medians over the prompts. speedup and predicted: over mlx-lm's plain decoding, None with a BUG or nothing to
+    compare; kept, stood: acceptance by position, of all drafts and of those whose predecessors stood; moved: prompts
+    beside which the machine's clock was off."""
+
+    category: str
+    arm: Arm
+    prompts: int
+    tps: float | None
+    end_to_end_tps: float | None
+    ttft_s: float | None
+    draft_prompt_s: float | None
+    speedup: dict | None
+    predicted: float | None
+    drafted: int
+    accepted: int
+    kept: list[float]
+    stood: list[float]
+    tokens_per_round: float | None
+    peak_memory_bytes: int | None
+    identical: int
+    ties: int
+    bugs: int
+    moved: int
+    mode: str
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        return self.accepted / self.drafted if self.drafted else None
+
+
+def arm_of(run: Run) -> Arm:
+    return Arm(run["engine"], run["k"], run["temperature"])
+
+
+def gains(record: Record, arm: Arm, category: str = ALL) -> dict[str, float]:
+    """Speed over plain by prompt: the median of its repetitions, each pair timed beside one another."""
+    speeds = {(arm_of(r), r["prompt"], r["repetition"]): r["tokens"] / r["decode_s"]
+              for r in record["runs"] if r["tokens"] and category in (ALL, r["category"])}
+    found: dict[str, list[float]] = {}
+    for (other, prompt, repetition), speed in speeds.items():
+        plain = speeds.get((Arm(PLAIN, 0, arm.temperature), prompt, repetition))
+        if other == arm and plain:
+            found.setdefault(prompt, []).append(speed / plain)
+    return {prompt: median(ratios) for prompt, ratios in found.items()}
+
+
+def rows(record: Record) -> list[Row]:
+    categories = list(dict.fromkeys(r["category"] for r in record["runs"]))
+    arms = list(dict.fromkeys(map(arm_of, record["runs"])))
+    return [_row(record, arm, c) for c in [*categories, *([ALL] if len(categories) > 1 else [])] for arm in arms]
+
+
+def _row(record: Record, arm: Arm, category: str) -> Row:
+    runs = [r for r in record["runs"] if arm_of(r) == arm and category in (ALL, r["category"])]
+    kinds = [r["identity"]["kind"] for r in runs if r["identity"]]
+    gain = gains(record, arm, category)
+    faulty = "BUG" in kinds or arm.engine == PLAIN or not gain
+    clock = median([r["probe_ms"] for r in record["runs"]])
+    whole = [r["tokens"] / (r["prompt_s"] + r["decode_s"]) for r in runs if r["tokens"]]
+    judged, kept, drafted = (_added(r[n] for r in runs) for n in ("judged", "kept", "drafted_by_position"))
+    tokens, rounds = (sum(r[n] for r in runs) for n in ("tokens", "rounds"))
+    return Row(
+        category, arm, len({r["prompt"] for r in runs}), median([r["tokens"] / r["decode_s"] for r in runs if r["tokens"]]),
+        median(whole), *(median([r[n] for r in runs if r[n] is not None]) for n in ("ttft_s", "draft_prompt_s")),
+        None if faulty else interval(list(gain.values())),
+        None if faulty else median([r["predicted"] for r in runs if r["predicted"] is not None]),
+        sum(r["drafted"] for r in runs), sum(r["accepted"] for r in runs),
+        [a / b for a, b in zip(kept, drafted) if b], [a / b for a, b in zip(kept, judged) if b],
+        tokens / rounds if rounds else None,
+        max((r["peak_memory_bytes"] for r in runs if r["peak_memory_bytes"] is not None), default=None),
+        *(kinds.count(k) for k in ("identical", "tie", "BUG")),
+        sum(abs(r["probe_ms"] / clock - 1) > MOVED for r in runs),
+        "; ".join(dict.fromkeys(r["mode"] for r in runs)))
+
+
+def _added(lists: Iterable[Sequence[int]]) -> list[int]:
+    """By place, of lists that can be of different lengths."""
+    total: list[int] = []
+    for values in lists:
+        total += [0] * (len(values) - len(total))
+        for i, value in enumerate(values):
+            total[i] += value
+    return total
+
+
+def bugs(record: Record) -> bool:
+    """Whether a reply of ours is wrong."""
+    return any(r["engine"] == OURS and r["identity"] and r["identity"]["kind"] == "BUG" for r in record["runs"])
+
+
+def advice(record: Record) -> str:
+    """The draft length to use here, and where another one, or none, is better. The largest medians, so a little
+    flattered; greedy where that was run."""
+    table = rows(record)
+    temperature = min((row.arm.temperature for row in table), default=0.0)
+    best = {c: _best(row for row in table if row.category == c and row.arm.temperature == temperature)
+            for c in dict.fromkeys(row.category for row in table)}
+    if bugs(record):
+        return "Some replies were wrong (BUG): use k=0, and report it with this record."
+    if not best:
+        return "Nothing was finished, so there is no advice."
+    main = best.pop(ALL, None) if ALL in best else best.pop(next(iter(best)))
+    others = [f"for {c} {_use(row)}" for c, row in best.items() if (row and row.arm.k) != (main and main.arm.k)]
+    where = record["card"]["chip"] or record["card"]["system"]
+    return f"On this {where}{' (CPU)' if record['card']['device'] == 'cpu' else ''} {'; '.join([_use(main), *others])}."
+
+
+def _best(candidates: Iterable[Row]) -> Row | None:
+    """The fastest of ours that gains."""
+    mine = [r for r in candidates if r.arm.engine == OURS and r.arm.k != 0 and r.speedup and r.speedup["median"] > 1]
+    return max(mine, key=lambda r: r.speedup["median"], default=None)
+
+
+def _use(row: Row | None) -> Any:
+    return "leave speculation off (k=0)" if row is None else f"use k={row.arm.k} ({row.speedup['median']:.2f}x)"

@@ -1,0 +1,126 @@
+"""`mlx_spec bench`: a table on stdout, progress on stderr, the record in a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+from ..bench import texts
+from ..types import VERIFY_RULES, Options
+from . import CTRL_C, FAILED
+from .arguments import add_models, load_pair
+
+HELP = "is speculation faster here, and is the output the same?"
+USAGE = "[--pair NAME | --target MODEL [--draft-model MODEL]] [options]\n       mlx_spec bench --compare A.json B.json ..."
+ABOUT = """Time plain and speculative decoding side by side on real prompts, and compare what comes out. Close everything
+else first. Ctrl-C keeps what is finished. The exit code is 1 if a reply of this library is wrong."""
+FORMATS = ("md", "json", "jsonl", "csv")
+BASELINES = ("mlx-lm-plain", "mlx-lm-spec")  # the names in `bench/arms.py`, which imports MLX
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    add_models(parser)
+    add = parser.add_argument_group("what runs", "Lists are separated by commas.").add_argument
+    add("--prompts", metavar="LIST", default=",".join(texts.CATEGORIES),
+        help="kinds of text, or .jsonl files with `text` (or GSM8K's `question`, HumanEval's `prompt`)")
+    add("--each", type=int, metavar="N", help="prompts of a kind at most, 0: all (default: 4; with --quick 2)")
+    add("-k", metavar="LIST", help="draft lengths, 0: plain (default: 0,2,4; with --quick 0,4)")
+    add("--temp", metavar="LIST", default="0", help="temperatures")
+    add("--verify", choices=VERIFY_RULES, default="match",
+        help="above temperature 0; only with match can the output be compared with plain decoding")
+    add("-n", type=int, metavar="N", default=1, help="repetitions")
+    add("--max-tokens", "-m", type=int, metavar="N", help="of a reply at most (default: 96; with --quick 48)")
+    add("--baseline", metavar="LIST", default=",".join(BASELINES), help="mlx-lm-plain always runs, mlx-lm-spec where it can")
+    add("--quick", action="store_true", help="a short run without the kind `long`")
+    add("--delay", type=float, metavar="SECONDS", default=0.0, help="to cool down before every prompt")
+    add = parser.add_argument_group("output").add_argument
+    add("--compare", nargs="+", metavar="FILE", help="run nothing: put JSON records side by side")
+    add("-o", dest="format", choices=FORMATS, default="md", help="on stdout")
+    add("--out", metavar="FILE", help="write it to a file too, .md, .json, .jsonl or .csv; only JSON holds everything")
+    add("--plot", metavar="FILE.png", help="speed-up by kind of text, acceptance by position, v(m)")
+    parser.set_defaults(num_draft_tokens=1)  # the draft is loaded
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.out and Path(args.out).suffix[1:] not in FORMATS:
+        raise ValueError(f"--out must end in one of .{', .'.join(FORMATS)}; got {args.out!r}")
+    if args.compare:
+        return _compare(args)
+    ks = [_k(k) for k in _list(args.k or ("0,4" if args.quick else "0,2,4"))]
+    temperatures = [float(t) for t in _list(args.temp)]
+    baselines = _list(args.baseline)
+    if unknown := set(baselines) - set(BASELINES):
+        raise ValueError(f"--baseline takes {', '.join(BASELINES)}; got {unknown.pop()!r}")
+    if args.n < 1:
+        raise ValueError(f"-n must be a whole number from 1; got {args.n}")
+    options = Options(max_tokens=args.max_tokens or (48 if args.quick else 96), verify=args.verify)
+    for k, t in ((k, t) for k in ks for t in temperatures):
+        options.but(num_draft_tokens=k, temperature=t)
+    each = (2 if args.quick else 4) if args.each is None else args.each or None
+    names = [n for n in _list(args.prompts) if not (args.quick and n == "long")]
+    prompts = texts.load(names, each)
+    from ..bench.session import bench
+
+    pair = load_pair(args)
+    record = bench(pair, _draft_name(args), prompts, ks, temperatures, baselines, args.n, options, args.delay,
+                   {name: value for name, value in vars(args).items() if name != "run"}, _note)
+    return _give(args, record)
+
+
+def _give(args: argparse.Namespace, record: Any) -> int:
+    from ..bench import figures, plot
+
+    print(_rendered(record, args.format), end="", flush=True)
+    if args.out:
+        Path(args.out).write_text(_rendered(record, Path(args.out).suffix[1:]), encoding="utf-8")
+    if args.plot and record["runs"]:
+        plot.plot([("this run", record)], args.plot)
+    return CTRL_C if not record["finished"] else FAILED if figures.bugs(record) else 0
+
+
+def _rendered(record: Any, form: str) -> str:
+    from ..bench import render
+
+    if form == "jsonl":
+        return "".join(json.dumps(run) + "\n" for run in record["runs"])
+    makers: dict[str, Callable] = {"md": render.markdown, "csv": render.comma_separated,
+                                   "json": lambda r: json.dumps(r, indent=1) + "\n"}
+    return makers[form](record)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from ..bench import compare, plot, record
+
+    named = [(Path(path).stem, record.read(path)) for path in args.compare]
+    if len({name for name, _ in named}) < len(named):
+        named = [(f"{i + 1}: {name}", found) for i, (name, found) in enumerate(named)]
+    table = compare.markdown(named)
+    print(table, end="", flush=True)
+    if args.out:
+        Path(args.out).write_text(table, encoding="utf-8")
+    if args.plot:
+        plot.plot(named, args.plot)
+    return 0
+
+
+def _list(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def _k(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _draft_name(args: argparse.Namespace) -> str | None:
+    from ..names import find
+
+    entry = find(args.target or args.pair or "demo")
+    name = args.draft_model or (entry and entry.draft_name)
+    return entry.name if entry and name == "self" else name
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
