@@ -7,10 +7,12 @@ mlx_spec/arena.py; MLX is not imported before the page is up.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 import webbrowser
 from functools import partial
+from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
 # Before the import, which reads them: nothing is told to anybody, nor kept in the browser.
@@ -21,10 +23,12 @@ import pandas as pd  # noqa: E402
 
 from mlx_spec.errors import PairError, SpecError  # noqa: E402
 from mlx_spec.names import catalogue, find  # noqa: E402
-from mlx_spec.page import look, numbers, text  # noqa: E402
+from mlx_spec.page import numbers, text  # noqa: E402
 from mlx_spec.page.stage import Stage, Visitor, best_pair  # noqa: E402
 from mlx_spec.types import VERIFY_RULES  # noqa: E402
 
+LOOK = Path(text.__file__).parent
+EXAMPLES = json.loads((LOOK / "examples.json").read_text())
 MODES = ("race", "speculative", "plain")
 LANES = (numbers.PLAIN, numbers.SPECULATIVE)
 DEFAULT_K = 4
@@ -51,6 +55,7 @@ class Page:
         gr.HTML('<div id="title"><b>mlx_spec</b><span>the same text, sooner: plain and speculative decoding side by side</span></div>')
         self.banner = gr.HTML(self.banner_html)
         self.history = gr.HTML(elem_id="history")
+        self.told = gr.Markdown(sanitize_html=True, latex_delimiters=MATHS, line_breaks=True, visible=False, elem_id="told")
         self.verdict = gr.HTML(elem_id="verdict")
         self.columns, self.replies, self.answers = {}, {}, {}
         with gr.Row(elem_id="race", equal_height=True):
@@ -62,10 +67,11 @@ class Page:
         with gr.Row():
             self.mode = gr.Radio(MODES, value="race", show_label=False, container=False, scale=3, min_width=320, elem_id="mode")
             self.formatted = gr.Checkbox(label="formatted", container=False, scale=1, min_width=110, elem_id="formatted")
-        gr.HTML(look.LEGEND)
+        gr.HTML(text.LEGEND)
         with gr.Row(equal_height=True):
             self.box = gr.Textbox(placeholder="Ask something. Enter sends, Esc stops.", max_lines=8, show_label=False,
                                   container=False, scale=8, autofocus=True, min_width=280, elem_id="box")
+            self.returned = gr.Textbox(visible="hidden")  # what goes back into the box, in front of what is typed by then
             self.send_button = gr.Button("Send", variant="primary", scale=1, min_width=80, elem_id="send")
             self.stop_button = gr.Button("Stop", scale=1, min_width=80, elem_id="stop")
         self.place = gr.HTML(elem_id="place")
@@ -75,7 +81,7 @@ class Page:
                 for name in ("Retry (new seed)", "Edit last turn", "Clear"))
         self.examples = {}
         with gr.Accordion("Examples", open=False):
-            for group, prompts in look.EXAMPLES.items():
+            for group, prompts in EXAMPLES.items():
                 gr.Markdown(f"**{group}**")
                 with gr.Row():
                     for prompt in prompts:
@@ -102,7 +108,7 @@ class Page:
                                 info="match: both columns draw with one seed, so identity is checked"),
                 ]
         with gr.Accordion("Models", open=False, elem_id="models"):
-            self.pair = gr.Dropdown([(_label(e), e.name) for e in catalogue()], value=None, label="Pairs by name", elem_id="pair")
+            self.pair = gr.Dropdown(value=None, label="Pairs by name", elem_id="pair")
             with gr.Row():
                 self.target = gr.Textbox(label="or any target: owner/name or a folder", min_width=260, elem_id="target")
                 self.draft = gr.Textbox(label="and its draft (empty: none)", min_width=260, elem_id="draft")
@@ -115,11 +121,13 @@ class Page:
 
     def _connect(self) -> None:
         wanted = [self.visitor, self.mode, self.system, *self.settings]
-        shown = [self.box, self.place, self.history, self.verdict, *self.columns.values(), *self.replies.values(),
+        shown = [self.returned, self.place, self.history, self.told, self.verdict, *self.columns.values(), *self.replies.values(),
                  *self.answers.values(), self.over_time, self.by_position, self.row, self.json]
         hidden = dict(show_progress="hidden")
         quiet = hidden | dict(api_visibility="private")
-        gr.on([self.box.submit, self.send_button.click], self.send, [self.box, *wanted], shown, api_name="send", **hidden)
+        self.send_button.click(self.send, [self.box, *wanted], shown, api_name="send", trigger_mode="multiple",
+                               js="(said, ...wanted) => [outbox.shift() ?? said, ...wanted]", **hidden)
+        self.returned.change(None, self.returned, None, js="put_back")
         self.retry_button.click(self.retry, wanted, shown, api_name="retry", **hidden)
         for prompt, button in self.examples.items():
             button.click(self._example(prompt), wanted, shown, **quiet)
@@ -131,11 +139,13 @@ class Page:
         self.load_button.click(self.load, [self.pair, self.target, self.draft], self.banner, api_name="load", **hidden)
         self.cancel_button.click(self.cancel_load, None, self.banner, **quiet)
         gr.Timer(1.0).tick(self.banner_html, None, self.banner, **quiet)
-        self.blocks.load(self.enter, self.visitor, None, **quiet)
+        self.banner.change(lambda: gr.skip() if self.stage.loading else self.pairs(), None, self.pair, **quiet)
+        self.blocks.load(self.enter, self.visitor, self.pair, **quiet)
         self.blocks.unload(self.leave)
 
-    def enter(self, visitor: Visitor, request: gr.Request) -> None:
+    def enter(self, visitor: Visitor, request: gr.Request) -> dict:
         self.visitors[request.session_hash] = visitor
+        return self.pairs()
 
     def leave(self, request: gr.Request) -> None:
         self.visitors.pop(request.session_hash, Visitor()).clear()
@@ -143,9 +153,9 @@ class Page:
     def send(self, said: str, visitor: Visitor, mode: str, system: str, *settings: Any) -> Iterator[dict]:
         said = text.clean(said or "")
         if not said.strip():
-            yield {self.place: ""}  # not the box: the next key may be on its way
+            yield {self.place: ""}
             return
-        yield {self.box: "", self.place: ""}
+        yield {self.returned: "", self.place: ""}
         yield from self._turn(said, visitor, mode, system, settings)
 
     def retry(self, visitor: Visitor, mode: str, system: str, *settings: Any) -> Iterator[dict]:
@@ -164,7 +174,7 @@ class Page:
         try:
             for event in self.stage.turn(visitor, said, mode, options_of(settings), text.clean(system or "")):
                 if isinstance(event, str):
-                    yield {self.place: place_html(event), self.history: text.history_html(visitor.said)}
+                    yield {self.place: place_html(event)} | self.history_update(visitor.said, visitor.formatted)
                     continue
                 update = self.reply_update(event, visitor.formatted)
                 if reply is None:
@@ -177,16 +187,20 @@ class Page:
         except Exception as error:  # a model can fail in any way, and the page says so and lives on
             expected = isinstance(error, (ValueError, SpecError))
             place = place_html(str(error) if expected else f"{type(error).__name__}: {error}", bad=True)
-            yield {self.place: place} if reply else {self.place: place, self.box: said}
+            yield {self.place: place, self.returned: "" if reply else said}
         else:
             if reply is None and visitor.session is not None:  # stopped before its turn came
-                yield {self.place: "", self.box: said, self.history: text.history_html(visitor.messages)}
+                yield {self.place: "", self.returned: said} | self.history_update(visitor.messages, visitor.formatted)
 
     def _first_update(self, reply: Any, visitor: Visitor) -> dict:
         notes = [note for note in reply.notes if note not in self.stage.status]  # the banner shows those
         columns = {column: gr.update(visible=name in reply.lanes) for name, column in self.columns.items()}
         place = place_html(" · ".join(notes)) if notes else ""
-        return columns | {self.place: place, self.history: text.history_html(visitor.said)}
+        return columns | {self.place: place} | self.history_update(visitor.said, visitor.formatted)
+
+    def history_update(self, messages: Sequence[dict], formatted: bool) -> dict:
+        return {self.history: "" if formatted else text.history_html(messages),
+                self.told: gr.update(value=text.history_markdown(messages) if formatted else "", visible=formatted)}
 
     def reply_update(self, reply: Any, formatted: bool) -> dict:
         update = {self.verdict: numbers.verdict_html(reply)}
@@ -221,25 +235,31 @@ class Page:
         if said is None:
             return {self.place: ""}
         visitor.reply = None
-        return self._emptied(visitor) | {self.box: said}
+        return self._emptied(visitor) | {self.returned: said}
 
     def clear(self, visitor: Visitor) -> dict:
         visitor.clear()
         return self._emptied(visitor)
 
     def _emptied(self, visitor: Visitor) -> dict:
-        nothing = dict.fromkeys((self.over_time, self.by_position)) | dict.fromkeys((self.place, self.row, self.json), "")
-        return self.reply_update(None, False) | nothing | {self.history: text.history_html(visitor.messages)}
+        nothing = dict.fromkeys((self.over_time, self.by_position)) | dict.fromkeys((self.returned, self.place, self.row, self.json), "")
+        return self.reply_update(None, False) | nothing | self.history_update(visitor.messages, visitor.formatted)
 
     def show_formatted(self, formatted: bool, visitor: Visitor) -> dict:
         visitor.formatted = formatted
-        return self.reply_update(visitor.reply, formatted)
+        said = visitor.said if visitor.reply is not None else visitor.messages
+        return self.reply_update(visitor.reply, formatted) | self.history_update(said, formatted)
 
     def load(self, pair: str | None, target: str, draft: str) -> str:
         chosen = target.strip() or pair
         if chosen:
             self.stage.load(chosen, draft.strip() or None)
         return self.banner_html()
+
+    @staticmethod
+    def pairs() -> dict:
+        """The names to choose from, and which of them are here by now."""
+        return gr.update(choices=[(_label(entry), entry.name) for entry in catalogue()])
 
     def cancel_load(self) -> str:
         self.stage.cancel()
@@ -290,7 +310,7 @@ def serve(page: Page, host: str = "127.0.0.1", port: int | None = None) -> str:
     """Starts the server and returns its address; whoever calls decides how long it runs."""
     _, address, _ = page.blocks.launch(
         server_name=host, server_port=port, share=False, prevent_thread_lock=True, quiet=True, ssr_mode=False,
-        css=look.CSS, head=look.HEAD, theme=theme())
+        css_paths=LOOK / "look.css", head_paths=LOOK / "look.html", theme=theme())
     return address
 
 

@@ -126,6 +126,30 @@ def test_a_blank_enter_sends_nothing_and_shift_enter_is_a_new_line(browser, stub
     assert [asked[0] for asked in arena.asked] == ["a\nb"]
 
 
+def test_what_is_typed_faster_than_the_server_answers_is_kept(browser, stub):
+    """A80: Enter takes what is there at that moment, a second one ends the reply and sends, and what
+    comes back, because it could not be sent, goes in front of what is typed by then."""
+    arena, address = stub
+    tab, value = visit(browser, address), "document.querySelector('#box textarea').value"
+    arena.gate.clear()
+    tab.focus("#box textarea")
+    for n, said in enumerate(("one", "two")):
+        tab.keyboard.type(said)
+        tab.keyboard.press("Enter")
+        tab.keyboard.type("x")
+        while len(arena.asked) <= n:
+            tab.wait_for_timeout(20)
+        assert tab.evaluate(value) == "x"
+        tab.keyboard.press("Backspace")
+    assert [asked[0] for asked in arena.asked] == ["one", "two"]
+    arena.pair = None
+    tab.keyboard.type("three")
+    tab.keyboard.press("Enter")
+    tab.keyboard.type("x")
+    tab.wait_for_function(f"{value} === 'three\\nx'")
+    assert tab.problems == []
+
+
 @pytest.mark.parametrize("formatted", [False, True])
 def test_nothing_that_is_written_runs(browser, stub, formatted):
     """A86, in both views; A85: and it is shown."""

@@ -239,7 +239,7 @@ def test_every_path_streams_to_the_end(page):
         assert "1.62x faster" in updates[-1][page.verdict] and "{" in updates[-1][page.json]
     assert [m["content"] for m in visitor.messages if m["role"] == "user"] == ["hello", "an example"]
     assert [m["content"] for m in visitor.said] == ["hello", "one two three", "an example"]
-    assert page.edit(visitor)[page.box] == "an example"
+    assert page.edit(visitor)[page.returned] == "an example"
     assert [m["content"] for m in visitor.messages] == ["hello", "one two three"]
     assert page.clear(visitor)[page.history] == "" and visitor.messages == []
     assert page.edit(visitor) == {page.place: ""} and list(page.retry(visitor, "race", "", *SETTINGS)) == [{page.place: ""}]
@@ -256,7 +256,7 @@ def test_a_retry_takes_a_new_seed_and_settings_arrive(page):
 
 def test_a_wrong_setting_is_one_line_and_the_text_stays_in_the_box(page):
     updates = send(page, Visitor(), settings=[0, 1, 0, 0, "abc", 256, 4, "match"])
-    assert "seed must be a whole number" in updates[-1][page.place] and updates[-1][page.box] == "hello"
+    assert "seed must be a whole number" in updates[-1][page.place] and updates[-1][page.returned] == "hello"
 
 
 def test_a_stop_keeps_the_partial_text_with_its_numbers(page):
@@ -309,7 +309,7 @@ def test_the_second_visitor_sees_its_place_and_its_stop_and_clear_act_at_once(pa
     assert "1 before you" in next(second)[page.place]
     page.stop(b)
     rest = list(second)
-    assert rest[-1][page.box] == "what is my word?" and not a.session.job.cancelled()
+    assert rest[-1][page.returned] == "what is my word?" and not a.session.job.cancelled()
     page.clear(b)
     arena.gate.set()
     puller.join(5)

@@ -19,6 +19,11 @@ UNSAFE_LINK = re.compile(r"\]\((?!\s*(?:https?://|mailto:|#))")
 ESCAPED = re.compile(r"(?<!\\)\\([<&])")
 REFERENCE = re.compile(r"^(\s*)\[([^\]\n]+)\]:", re.MULTILINE)
 
+LEGEND = ('<div class="legend"><span class="t accepted">accepted</span> draft was right '
+          '<span class="t correction">correction</span> draft was wrong '
+          '<span class="t bonus">bonus</span> after a full run '
+          '<span class="t plain">plain</span> one at a time <i>hover: probability under the target</i></div>')
+
 
 def clean(text: str) -> str:
     """Half characters and NUL, which a paste can bring, become the replacement character."""
@@ -128,3 +133,15 @@ def _open_fence(text: str) -> str | None:
 def history_html(messages: Iterable[dict[str, str]]) -> str:
     """What was said, as text."""
     return "".join(f'<div class="said {escape(m["role"])}">{escape(m["content"])}</div>' for m in messages)
+
+
+def history_markdown(messages: Iterable[dict[str, str]]) -> str:
+    """The same with the replies as Markdown, their thinking folded."""
+    return "".join(f'<div class="said {escape(m["role"])}">\n\n{_told(m)}\n\n</div>\n\n' for m in messages)
+
+
+def _told(message: dict[str, str]) -> str:
+    thought, answer, _ = split_thinking(message["content"])
+    if message["role"] == "user" or thought is None:
+        return markdown(message["content"])
+    return f'<details class="thought"><summary>thinking</summary>\n\n{markdown(thought)}\n\n</details>\n\n{markdown(answer)}'
