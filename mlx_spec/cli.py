@@ -18,6 +18,7 @@ from .errors import SpecError
 
 COMMANDS = {
     "generate": "commands.generate",
+    "chat": "commands.chat",
     "pairs": "commands.pairs",
     "pull": "commands.pull",
     "train": "commands.train",

@@ -135,7 +135,7 @@ def test_text_is_written_as_it_is_made(run, monkeypatch):
             assert "".join(written) == "".join(shown)
 
     monkeypatch.setattr(engine.Decoder, "chunks", chunks)
-    monkeypatch.setattr(generate, "_show", written.append)
+    monkeypatch.setattr(generate, "show", written.append)
     assert run("--max-tokens", 20)[0] == 0 and len(shown) > 4
 
 
@@ -277,7 +277,7 @@ def test_half_a_character_on_the_command_line_is_read(run):
 def test_a_terminal_that_lacks_a_character_gets_a_question_mark(monkeypatch):
     buffer = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
-    generate._show("caf\u00e9 \U0001f600!")
+    generate.show("caf\u00e9 \U0001f600!")
     assert buffer.getvalue() == b"caf? ?!"
 
 

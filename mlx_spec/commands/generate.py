@@ -38,16 +38,16 @@ def run(args: argparse.Namespace) -> int:
     pair = load_pair(args)
     from ..api import stream_generate
 
-    with _ctrl_c() as pressed:
+    with ctrl_c() as pressed:
         stream = stream_generate(pair, prompt, **options, should_cancel=pressed)
         for chunk in stream:
             if not args.json:
-                _show(chunk.text)
+                show(chunk.text)
         result = stream.result()
     if args.json:
         print(json.dumps(result.to_dict()), flush=True)
     else:
-        _show("" if result.text.endswith("\n") else "\n")
+        show("" if result.text.endswith("\n") else "\n")
         print(_report(result), file=sys.stderr)
     return CTRL_C if result.finish_reason == "cancelled" else 0
 
@@ -66,7 +66,7 @@ def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
 
 
 @contextmanager
-def _ctrl_c() -> Iterator[Callable[[], bool]]:
+def ctrl_c() -> Iterator[Callable[[], bool]]:
     """Turns Ctrl-C into a question that the engine asks each round; the second one ends the process.
 
     A thread listens for the second, because Python runs no handler while MLX evaluates.
@@ -96,7 +96,7 @@ def _ctrl_c() -> Iterator[Callable[[], bool]]:
         os.close(heard)
 
 
-def _show(text: str) -> None:
+def show(text: str) -> None:
     sys.stdout.reconfigure(errors="replace")  # a terminal without a character gets a question mark
     print(text, end="", flush=True)
 
