@@ -29,12 +29,12 @@ import app as page_app  # noqa: E402
 from measure import Probe, each_prompt, interval, machine, note, parser, reached, report_machine, rotated, show, table  # noqa: E402
 from mlx_spec import arena as arena_module  # noqa: E402
 from mlx_spec.arena import Arena  # noqa: E402
+from mlx_spec.bench.texts import load as load_prompts  # noqa: E402
 from mlx_spec.blas import blas_in_use  # noqa: E402
 from mlx_spec.engine import Decoder  # noqa: E402
 from mlx_spec.page.stage import Stage  # noqa: E402
 from mlx_spec.prompts import encode  # noqa: E402
 from mlx_spec.types import Options  # noqa: E402
-from prompts import PROMPTS  # noqa: E402
 
 LOST = 0.03  # of the speed: what the page may cost
 Converse = Callable[[str], None]  # says a prompt to the page, and returns when the reply is done
@@ -159,7 +159,7 @@ def main() -> None:
     report_machine(card)
     bench, probe = Bench(args.pair, args.k, args.tokens), Probe()
     with ExitStack() as stack:
-        arms, texts = arms_of(bench, stack), [text for _, text in PROMPTS[: args.prompts]]
+        arms, texts = arms_of(bench, stack), [prompt.text for prompt in load_prompts(["chat"], args.prompts)]
         note("warming up")
         one_prompt(bench, arms, texts[0], 0)
         records = each_prompt(texts, probe, partial(one_prompt, bench, arms))
