@@ -12,6 +12,7 @@ import json
 import os
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Mapping, Sequence
 
 import mlx_spec  # before mlx.core: it puts a fast BLAS in place
@@ -21,10 +22,16 @@ from arms import (NEVER, WARM_TOKENS, Setting, chat_prompts, compile_after, is_m
                   theirs, warm_up)
 from draft_report import Arm, figures_of, replies, report_parts, report_speeds, report_targets, report_training
 from identity import difference, report_identity
-from measure import Probe, each_prompt, machine, note, parser, report_machine, rotated
+from measure import Probe, each_prompt, machine, note, parser, report_machine, rotated, table
 from mlx_lm.utils import dequantize_model
 from mlx_spec.blas import blas_in_use
 from mlx_spec.costs import draft_step, target_rows
+from mlx_spec.train.batches import load as load_batch
+from mlx_spec.train.loss import Score, score
+from mlx_spec.train.states import States, collect, make_card
+from mlx_spec.train.text import read
+
+MAX_LENGTH, STEPS = 512, 3  # of a held-out text in tokens; of a draft that is judged
 
 
 def load(folders: Sequence[str], dtype: str) -> dict[str, Any]:
@@ -78,10 +85,37 @@ def part_costs(pairs: Mapping[str, Any], rows: int, context: int) -> dict[str, A
             "step_s": {name: draft_step(pair, context) for name, pair in pairs.items()}}
 
 
+def held_out(pairs: Mapping[str, Any], path: str) -> dict[str, Score]:
+    """How many greedy drafts are right on the last twentieth of a text's lines, which no draft was trained on:
+    of what the target wrote at temperature 0."""
+    tokenizer = next(iter(pairs.values())).tokenizer
+    texts = list(read(path, tokenizer, MAX_LENGTH))
+    judged = [t for t in texts[len(texts) - len(texts) // 20 :] if t.temperature == 0]
+    found = {}
+    for name, pair in pairs.items():
+        if is_model(pair.draft):
+            continue
+        with TemporaryDirectory() as folder:
+            store = States(Path(folder), make_card("demo", pair.draft.depths, pair.draft.args.hidden_size, path))
+            collect(store, pair.target, pair.draft.depths, iter(judged))
+            steps = getattr(pair.draft, "largest", STEPS)
+            parts = [score(pair.draft, load_batch(*store.open(), store.rows[i : i + 4]), steps)
+                     for i in range(0, len(store), 4)]
+        found[name] = sum(parts[1:], parts[0])
+    return found
+
+
+def report_held_out(found: Mapping[str, Score]) -> None:
+    print("greedy drafts kept on held-out text of the target, by step, if those before stood; rows judged")
+    table(["draft", "kept", "rows"], [[name, " ".join(f"{a:.3f}" for a in s.acceptance), f"{s.rows[0]:.0f}"]
+                                      for name, s in found.items()])
+
+
 def arguments() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--drafts", nargs="+", required=True, metavar="FOLDER", help="drafts of the demo target")
     options.add_argument("--k", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="as far as a draft goes")
+    options.add_argument("--held-out", metavar="FILE", help="a .jsonl(.gz) of the target's own text, to judge by its end")
     options.add_argument("--quick", action="store_true", help="one prompt, 8 tokens, k = 1 and 2: does it work?")
     args = options.parse_args()
     if args.quick:
@@ -105,6 +139,8 @@ def main() -> None:
     probe.read()
     found = figures_of(records, arms, args.dtype)
     report_training(dict(zip(pairs, args.drafts)))
+    if args.held_out:
+        report_held_out(held_out(pairs, args.held_out))
     report_parts(found, records)
     report_speeds(found)
     report_targets(found, records)
