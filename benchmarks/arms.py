@@ -6,25 +6,20 @@ Decoding only: from the end of the prefill to the last token, on both sides.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Iterator, Mapping, NamedTuple, Sequence
+from typing import Any, Mapping, NamedTuple, Sequence
 
 import mlx_spec  # before mlx.core: it puts a fast BLAS in place
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.generate import generate_step, speculative_generate_step
-from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 from measure import note
-from mlx_spec import engine
-from mlx_spec.bench import texts
+from mlx_lm.models.cache import KVCache, trim_prompt_cache
+from mlx_spec.bench import arms, texts
+from mlx_spec.bench.arms import by_position, compile_after, filled, is_model
 from mlx_spec.engine import Decoder
 from mlx_spec.memory import Memory
-from mlx_spec.prefill import prefill
 from mlx_spec.prompts import encode
 from mlx_spec.types import Options
 
@@ -35,7 +30,7 @@ NOISE_SEED = 7
 STEPS, IDLE_STEPS = 8, 2  # of a chain: timed, and run before
 WARM_TOKENS, WARM_TOKENS_THEIRS = 32, 12
 WARM_LENGTHS = (60, 236)  # both lengths of attention that the prompts' replies reach
-NEVER = 1 << 30
+NEVER = arms.NEVER
 
 
 class Setting(NamedTuple):
@@ -59,8 +54,14 @@ def load() -> Models:
     for name, draft in (("self", plain.target), ("noisy", noisy_copy(plain.target))):
         pairs[name] = mlx_spec.Pair(plain.target, draft, plain.tokenizer)
     for pair in pairs.values():
-        pair.end_ids = frozenset()
+        endless(pair)
     return Models(pairs, plain.tokenizer)
+
+
+def endless(pair: Any) -> Any:
+    """No token ends a reply, of ours or of mlx-lm's."""
+    pair.end_ids, pair.tokenizer.eos_token_ids = frozenset(), []
+    return pair
 
 
 def noisy_copy(model: Any) -> Any:
@@ -90,17 +91,6 @@ def long_text(tokenizer: Any, length: int) -> list[int]:
     return tokenizer.encode("\n\n".join(found)[: 6 * length])[:length]
 
 
-@contextmanager
-def compile_after(uses: int) -> Iterator[None]:
-    """Compile a shape at its so many-th use, and forget none: there are more arms than a pair remembers."""
-    kept = engine.COMPILE_AFTER, engine.KEEP_COMPILED
-    engine.COMPILE_AFTER, engine.KEEP_COMPILED = uses, NEVER
-    try:
-        yield
-    finally:
-        engine.COMPILE_AFTER, engine.KEEP_COMPILED = kept
-
-
 def warm_up(pairs: Mapping[str, Any], settings: Sequence[Setting], text: list[int],
             tokens: int = WARM_TOKENS) -> None:
     """Every arm once."""
@@ -112,12 +102,7 @@ def warm_up(pairs: Mapping[str, Any], settings: Sequence[Setting], text: list[in
                 ours(pair, text[:length], setting, tokens, 0)
             if is_model(pair.draft):
                 theirs(pair, text[: WARM_LENGTHS[-1]], setting, WARM_TOKENS_THEIRS, 0)
-    plain_theirs(pair.target, text[: WARM_LENGTHS[-1]], WARM_TOKENS_THEIRS)
-
-
-def is_model(draft: Any) -> bool:
-    """Whether mlx-lm can speculate with it: not where it reads the target's hidden states."""
-    return not hasattr(draft, "bind")
+    plain_theirs(pair, text[: WARM_LENGTHS[-1]], WARM_TOKENS_THEIRS)
 
 
 def ours(pair: Any, ids: list[int], setting: Setting, tokens: int, seed: int,
@@ -134,54 +119,20 @@ def ours(pair: Any, ids: list[int], setting: Setting, tokens: int, seed: int,
             "drafted_by_position": stats.drafted_by_position} | by_position([t.origin for t in reply])
 
 
-def by_position(origins: Sequence[str]) -> dict[str, list[int]]:
-    """By place in the round: drafts whose predecessors were all kept, and those of them that were kept."""
-    judged, kept, place = Counter(), Counter(), 0
-    for origin in origins:
-        if origin in ("accepted", "correction"):
-            judged[place] += 1
-            kept[place] += origin == "accepted"
-        place = place + 1 if origin == "accepted" else 0
-    return {name: [counts[i] for i in range(len(judged))] for name, counts in (("judged", judged), ("kept", kept))}
-
-
 def theirs(pair: Any, ids: list[int], setting: Setting, tokens: int, seed: int) -> dict[str, Any]:
-    """mlx-lm's speculative decoding, on caches that hold the prompt already."""
-    caches = filled(pair.target, ids[:-1]) + filled(pair.draft, ids[:-1])
-    mx.random.seed(seed)
-    steps = speculative_generate_step(
-        mx.array(ids[-1:]), pair.target, pair.draft, num_draft_tokens=setting.k, max_tokens=tokens,
-        sampler=make_sampler(temp=setting.temperature), prompt_cache=caches)
-    run = _drive(steps, caches)
-    accepted = sum(run.pop("drafted_tokens"))
-    rounds = tokens - accepted + (run.pop("last_drafted"))
-    return run | {"rounds": rounds, "accepted": accepted, "drafted": rounds * setting.k}
+    """mlx-lm's speculative decoding."""
+    return _theirs(pair, ids, arms.Arm(arms.SPECULATIVE, setting.k, setting.temperature), tokens, seed)
 
 
-def plain_theirs(model: Any, ids: list[int], tokens: int, caches: list | None = None, *, temperature: float = 0,
+def plain_theirs(pair: Any, ids: list[int], tokens: int, caches: list | None = None, *, temperature: float = 0,
                  seed: int = 0) -> dict[str, Any]:
     """mlx-lm's plain decoding."""
-    caches = caches or filled(model, ids[:-1])
-    mx.random.seed(seed)
-    run = _drive(generate_step(mx.array(ids[-1:]), model, max_tokens=tokens, sampler=make_sampler(temp=temperature),
-                               prompt_cache=caches), caches)
-    return {"ids": run["ids"], "seconds": run["seconds"]}
+    return _theirs(pair, ids, arms.Arm(arms.PLAIN, 0, temperature), tokens, seed, caches)
 
 
-def _drive(steps: Iterator[tuple], caches: list) -> dict[str, Any]:
-    ids, flags, seconds, started = [], [], 0.0, time.perf_counter()
-    for token, _, *drafted in steps:
-        seconds = time.perf_counter() - started
-        ids.append(int(token))
-        flags += drafted
-    mx.eval([c.state for c in caches])  # plain decoding leaves a step in flight
-    return {"ids": ids, "seconds": seconds, "drafted_tokens": flags, "last_drafted": int(bool(flags) and flags[-1])}
-
-
-def filled(model: Any, ids: Sequence[int]) -> list:
-    caches = make_prompt_cache(model)
-    prefill(model, caches, ids, Options(prefill_step_size=512))
-    return caches
+def _theirs(pair: Any, ids: list[int], arm: arms.Arm, tokens: int, seed: int, caches: list | None = None) -> dict:
+    run = arms.theirs(pair, ids, arm, Options(max_tokens=tokens, seed=seed), caches)
+    return run | {"seconds": run["decode_s"]}
 
 
 def chain(model: Any, caches: list, rows: int) -> float:

@@ -12,8 +12,10 @@ from typing import Any, Mapping, NamedTuple, Sequence
 import mlx_spec  # noqa: F401  before mlx.core: it puts a fast BLAS in place
 
 from arms import Setting
-from identity import Reply, kind
-from measure import interval, median, reached, show, table
+from identity import Reply, is_bug
+from measure import reached, show, table
+from mlx_spec.bench.run import predicted
+from mlx_spec.bench.stats import interval, median
 from mlx_spec.costs import Costs
 
 GAIN = {0.0: 1.25, 0.8: 1.1}  # over mlx-lm's plain decoding, by temperature
@@ -43,11 +45,7 @@ def median_costs(records: Sequence[dict], draft: str) -> Costs:
 
 
 def predicted_gain(run: dict[str, Any], costs: Costs) -> float:
-    """Tokens over what the rounds cost in target steps: k c + v(k + 1) each, with a smaller k in the last ones."""
-    steps = run["rounds"] * costs.v(1)
-    for place, rounds in enumerate(run["drafted_by_position"]):
-        steps += rounds * (costs.c + costs.v(place + 2) - costs.v(place + 1))
-    return len(run["ids"]) / steps
+    return predicted(run, len(run["ids"]), costs)
 
 
 def acceptance(runs: Sequence[dict]) -> list[float]:
@@ -58,7 +56,7 @@ def acceptance(runs: Sequence[dict]) -> list[float]:
     return [a / b for a, b in zip(kept, judged)]
 
 
-def figures_of(records: Sequence[dict], arms: Sequence[Arm], dtype: str) -> dict[Arm, dict[str, Any]]:
+def figures_of(records: Sequence[dict], arms: Sequence[Arm]) -> dict[Arm, dict[str, Any]]:
     """gain: over mlx-lm's plain decoding. bug: a greedy reply of ours is wrong, so there is no speed."""
     found = {}
     for arm in arms:
@@ -66,7 +64,7 @@ def figures_of(records: Sequence[dict], arms: Sequence[Arm], dtype: str) -> dict
             continue
         runs = [r["runs"][str(arm)] for r in records]
         gains = [plain_s(r, arm.setting.temperature) / run["seconds"] for r, run in zip(records, runs)]
-        found[arm] = {"gain": interval(gains), "bug": any(kind(r, dtype) == "BUG" for r in replies(records, [arm])),
+        found[arm] = {"gain": interval(gains), "bug": any(map(is_bug, replies(records, [arm]))),
                       "tokens_per_round": sum(len(run["ids"]) for run in runs) / sum(run["rounds"] for run in runs)}
         if arm.who == "ours":
             costs = median_costs(records, arm.setting.draft)

@@ -18,13 +18,14 @@ from typing import Any, Mapping, Sequence
 import mlx_spec  # before mlx.core: it puts a fast BLAS in place
 
 import mlx.core as mx
-from arms import (NEVER, WARM_TOKENS, Setting, chat_prompts, compile_after, is_model, long_text, ours, plain_theirs,
+from arms import (NEVER, WARM_TOKENS, Setting, chat_prompts, endless, long_text, ours, plain_theirs,
                   theirs, warm_up)
 from draft_report import Arm, figures_of, replies, report_parts, report_speeds, report_targets, report_training
 from identity import difference, report_identity
-from measure import Probe, each_prompt, machine, note, parser, report_machine, rotated, table
+from measure import each_prompt, machine, note, parser, report_machine, table
 from mlx_lm.utils import dequantize_model
-from mlx_spec.blas import blas_in_use
+from mlx_spec.bench.arms import compile_after, is_model
+from mlx_spec.bench.stats import Probe, rotated
 from mlx_spec.costs import draft_step, target_rows
 from mlx_spec.train.batches import load as load_batch
 from mlx_spec.train.loss import Score, score
@@ -42,8 +43,7 @@ def load(folders: Sequence[str], dtype: str) -> dict[str, Any]:
         loaded = mlx_spec.load("demo", draft=folder)
         if is_model(loaded.draft):  # the others are widened when they are bound
             dequantize_model(loaded.draft).set_dtype(getattr(mx, dtype))
-        pairs[name] = mlx_spec.Pair(plain.target, loaded.draft, plain.tokenizer)
-        pairs[name].end_ids = frozenset()
+        pairs[name] = endless(mlx_spec.Pair(plain.target, loaded.draft, plain.tokenizer))
         note("\n".join([f"{name}: {folder}", *(n for n in loaded.notes if n not in plain.notes)]))
     return pairs
 
@@ -68,13 +68,13 @@ def one_prompt(pairs: Mapping[str, Any], arms: Sequence[Arm], tokens: int, ids: 
     for arm in arms:
         if arm.setting.temperature == 0 and arm.who != "plain":
             pair, run, wanted = pairs[arm.setting.draft], runs[str(arm)], runs[str(arm.plain)]["ids"]
-            run["difference"] = difference(pair.target, ids, wanted, run["ids"])
+            run["difference"] = difference(pair, ids, wanted, run["ids"])
     return {"prompt": turn, "prompt_tokens": len(ids), "costs": runs.pop("costs"), "runs": runs}
 
 
 def run_arm(arm: Arm, pair: Any, ids: list[int], tokens: int, seed: int) -> dict[str, Any]:
     if arm.who == "plain":
-        return plain_theirs(pair.target, ids, tokens, temperature=arm.setting.temperature, seed=seed)
+        return plain_theirs(pair, ids, tokens, temperature=arm.setting.temperature, seed=seed)
     return (ours if arm.who == "ours" else theirs)(pair, ids, arm.setting, tokens, seed)
 
 
@@ -126,7 +126,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     os.environ["MLX_SPEC_DTYPE"] = args.dtype
-    card = machine(args.dtype, blas_in_use() if args.dtype == "float32" else None)
+    card = machine(args.dtype)
     report_machine(card | {"prompts": "benchmarks/prompts/chat.jsonl, none of them trained on"})
     pairs, probe = load(args.drafts, args.dtype), Probe()
     tokenizer = next(iter(pairs.values())).tokenizer
@@ -137,14 +137,14 @@ def main() -> None:
         records = each_prompt(chat_prompts(tokenizer, args.prompts), probe,
                               partial(one_prompt, pairs, arms, args.tokens))
     probe.read()
-    found = figures_of(records, arms, args.dtype)
+    found = figures_of(records, arms)
     report_training(dict(zip(pairs, args.drafts)))
     if args.held_out:
         report_held_out(held_out(pairs, args.held_out))
     report_parts(found, records)
     report_speeds(found)
     report_targets(found, records)
-    report_identity(replies(records, arms), args.dtype)
+    report_identity(replies(records, arms))
     report_machine(card, probe)
     if args.json:
         raw = {"machine": card, "arguments": vars(args), "records": records, "probe": probe.readings,

@@ -18,12 +18,12 @@ from typing import Any
 
 import mlx_spec  # noqa: F401  before mlx.core: it puts a fast BLAS in place
 
-from arms import (NEVER, NOISE, Models, Setting, chat_prompts, compile_after, costs, filled, ideal_seconds, load,
-                  long_text, ours, part, plain_ours, plain_theirs, theirs, warm_up)
+from arms import (NEVER, NOISE, Models, Setting, chat_prompts, costs, ideal_seconds, load, long_text, ours, part,
+                  plain_ours, plain_theirs, theirs, warm_up)
 from identity import Reply, difference, report_identity
-from measure import (Probe, each_prompt, interval, machine, median, note, parser, reached, report_machine, rotated,
-                     show, table)
-from mlx_spec.blas import blas_in_use
+from measure import each_prompt, machine, note, parser, reached, report_machine, show, table
+from mlx_spec.bench.arms import compile_after, filled
+from mlx_spec.bench.stats import Probe, interval, median, rotated
 from mlx_spec.engine import Decoder
 from mlx_spec.types import Options
 
@@ -34,7 +34,7 @@ BUILD_ROUNDS = 5
 
 def one_prompt(models: Models, settings: list[Setting], tokens: int, ids: list[int], turn: int) -> dict[str, Any]:
     target = models.pairs["none"].target
-    plain = plain_theirs(target, ids, tokens)
+    plain = plain_theirs(models.pairs["none"], ids, tokens)
     context = ids + plain["ids"][: tokens // 2]
     caches = {id(p.draft): filled(p.draft, context) for p in models.pairs.values() if p.draft is not None}
     runs = {}
@@ -47,8 +47,8 @@ def one_prompt(models: Models, settings: list[Setting], tokens: int, ids: list[i
             run[name] = arms[name]()
         run["ideal_s"] = ideal_seconds(run["ours"], run["costs"], setting.k)
         if setting.temperature == 0:
-            run["ours"]["difference"] = difference(target, ids, plain["ids"], run["ours"]["ids"])
-            run["theirs"]["difference"] = difference(target, ids, plain["ids"], run["theirs"]["ids"])
+            run["ours"]["difference"] = difference(models.pairs["none"], ids, plain["ids"], run["ours"]["ids"])
+            run["theirs"]["difference"] = difference(models.pairs["none"], ids, plain["ids"], run["theirs"]["ids"])
         runs[str(setting)] = run
     return {"prompt": turn, "prompt_tokens": len(ids), "plain": plain, "runs": runs}
 
@@ -75,10 +75,10 @@ def plain_at(pair: Any, starts: list[list[int]], tokens: int, probe: Probe) -> l
         if starts[0][: len(ids)] != ids:
             base = filled(pair.target, ids[:-1])
         arms = {"ours": lambda: plain_ours(pair, ids, tokens, part(base, len(ids) - 1)),
-                "theirs": lambda: plain_theirs(pair.target, ids, tokens, part(base, len(ids) - 1))}
+                "theirs": lambda: plain_theirs(pair, ids, tokens, part(base, len(ids) - 1))}
         with compile_after(NEVER if turn else 1):
             run = {name: arms[name]() for name in rotated(list(arms), turn)}
-        same = difference(pair.target, ids, run["theirs"]["ids"], run["ours"]["ids"])
+        same = difference(pair, ids, run["theirs"]["ids"], run["ours"]["ids"])
         records.append({"context": len(ids), "difference": same} | run)
     return records[1:]
 
@@ -217,7 +217,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     os.environ["MLX_SPEC_DTYPE"] = args.dtype
-    card = machine(args.dtype, blas_in_use() if args.dtype == "float32" else None)
+    card = machine(args.dtype)
     report_machine(card | {"noise": NOISE})
     models, probe = load(), Probe()
     text = long_text(models.tokenizer, max(args.context, 4000))
@@ -246,7 +246,7 @@ def main() -> None:
     if lengths:
         raw["figures"] |= {"plain": report_plain(lengths)}
     if records or lengths:
-        report_identity(replies(records, lengths), args.dtype)
+        report_identity(replies(records, lengths))
     if build:
         report_build(build)
     probe.read()

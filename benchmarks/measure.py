@@ -1,4 +1,4 @@
-"""What every benchmark here needs: rotation, a probe of the machine, intervals, printing.
+"""What every benchmark here needs beside the library's bench: options, progress, printing.
 
 Knows nothing of what is measured.
 """
@@ -7,64 +7,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-import statistics
-import subprocess
 import sys
 import time
-from importlib.metadata import version
 from typing import Any, Callable, Sequence
 
-import mlx.core as mx
-import numpy as np
-
-RESAMPLES = 10_000
-MOVED = 0.10  # a probe this far from the median flags its prompt
-
-
-def rotated(items: Sequence, by: int) -> list:
-    """The items in the order of turn `by`, so that no arm always comes first."""
-    by %= len(items)
-    return [*items[by:], *items[:by]]
-
-
-def interval(ratios: Sequence[float], seed: int = 0) -> dict[str, float]:
-    """The median of paired ratios and its 95 % bootstrap interval, resampling the prompts."""
-    values = np.asarray(ratios, dtype=float)
-    picks = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
-    low, high = np.percentile(np.median(values[picks], axis=1), [2.5, 97.5])
-    return {"median": float(np.median(values)), "low": float(low), "high": float(high)}
-
-
-def median(values: Sequence[float]) -> float:
-    return statistics.median(values) if len(values) else float("nan")
-
-
-class Probe:
-    """The same chain of products before every prompt: what moves it is the machine, not the arms."""
-
-    def __init__(self) -> None:
-        self.weight = mx.full((576, 49152), 1e-3)
-        self.readings: list[dict[str, float]] = []
-        mx.eval(self.weight)
-        self._time()
-
-    def read(self) -> None:
-        seconds = min(self._time() for _ in range(3))
-        self.readings.append({"ms": seconds * 1e3, "load": os.getloadavg()[0]})
-
-    def _time(self) -> float:
-        x = mx.ones((1, 576))
-        started = time.perf_counter()
-        for _ in range(6):
-            x = (x @ self.weight)[:, :576]
-        mx.eval(x)
-        return time.perf_counter() - started
-
-    def moved(self) -> list[int]:
-        """The readings that lie more than a tenth from the median."""
-        middle = median([r["ms"] for r in self.readings])
-        return [i for i, r in enumerate(self.readings) if abs(r["ms"] / middle - 1) > MOVED]
+from mlx_spec.bench.card import card
+from mlx_spec.bench.stats import Probe, median
 
 
 def each_prompt(prompts: Sequence[list[int]], probe: Probe, one: Callable[[list[int], int], dict]) -> list[dict]:
@@ -90,25 +38,14 @@ def parser(about: str) -> argparse.ArgumentParser:
     return found
 
 
-def machine(dtype: str, blas: dict | None) -> dict[str, Any]:
-    return {
-        "kind": "Linux CPU, not a Mac" if sys.platform.startswith("linux") else platform.platform(),
-        "cpu": _cpu(), "cores": os.cpu_count(), "device": str(mx.default_device()),
-        "mlx": version("mlx"), "mlx-lm": version("mlx-lm"), "dtype": dtype,
-        "blas": blas["blas"] if blas else f"not used by {dtype}", "load": os.getloadavg()[0],
-    }
+def machine(dtype: str) -> dict[str, Any]:
+    found = {name: value for name, value in card().items() if value is not None}
+    return found | {"dtype": dtype, "load": os.getloadavg()[0]}
 
 
-def _cpu() -> str:
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    with open("/proc/cpuinfo") as lines:
-        return next((x.split(":")[1].strip() for x in lines if x.startswith("model name")), platform.machine())
-
-
-def show(ratio: dict[str, float]) -> str:
-    return f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+def show(ratio: dict[str, float | None]) -> str:
+    within = "" if ratio["low"] is None else f" [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+    return f"{ratio['median']:.3f}{within}"
 
 
 def reached(ok: bool, wanted: str) -> str:
@@ -127,9 +64,9 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def report_machine(card: dict[str, Any], probe: Probe | None = None) -> None:
+def report_machine(found: dict[str, Any], probe: Probe | None = None) -> None:
     if probe is None:
-        print("; ".join(f"{name}: {value}" for name, value in card.items()), end="\n\n")
+        print("; ".join(f"{name}: {value}" for name, value in found.items()), end="\n\n")
         return
     readings, moved = probe.readings, probe.moved()
     print(f"probe: {median([r['ms'] for r in readings]):.1f} ms over {len(readings)} readings, load {readings[0]['load']:.1f} to "

@@ -26,11 +26,11 @@ sys.path.insert(0, str(ROOT))
 import mlx_spec  # noqa: E402, F401  before mlx.core: it puts a fast BLAS in place
 
 import app as page_app  # noqa: E402
-from measure import Probe, each_prompt, interval, machine, note, parser, reached, report_machine, rotated, show, table  # noqa: E402
+from measure import each_prompt, machine, note, parser, reached, report_machine, show, table  # noqa: E402
 from mlx_spec import arena as arena_module  # noqa: E402
 from mlx_spec.arena import Arena  # noqa: E402
+from mlx_spec.bench.stats import Probe, interval, rotated  # noqa: E402
 from mlx_spec.bench.texts import load as load_prompts  # noqa: E402
-from mlx_spec.blas import blas_in_use  # noqa: E402
 from mlx_spec.engine import Decoder  # noqa: E402
 from mlx_spec.page.stage import Stage  # noqa: E402
 from mlx_spec.prompts import encode  # noqa: E402
@@ -155,7 +155,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     os.environ["MLX_SPEC_DTYPE"] = args.dtype
-    card = machine(args.dtype, blas_in_use() if args.dtype == "float32" else None)
+    card = machine(args.dtype)
     report_machine(card)
     bench, probe = Bench(args.pair, args.k, args.tokens), Probe()
     with ExitStack() as stack:

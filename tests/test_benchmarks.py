@@ -15,12 +15,15 @@ from draft_report import Arm  # noqa: E402
 from drafters import arms_of  # noqa: E402
 from helpers import pair  # noqa: E402
 
+from mlx_spec.engine import Decoder  # noqa: E402
+
 HEADS, PRUNED = "heads", "pruned"
 SECONDS = {  # of ten tokens, where a target step takes 0.1 s: by who, draft and k
     ("plain", HEADS, 0): 1.0, ("plain", PRUNED, 0): 1.2, ("ours", HEADS, 1): 0.8, ("ours", HEADS, 2): 0.7,
     ("ours", PRUNED, 1): 1.25, ("theirs", PRUNED, 1): 1.4,
 }
 ROUNDS = dict(ids=list(range(10)), rounds=4, drafted_by_position=[4, 4], judged=[4, 3], kept=[3, 3], difference=None)
+BUG = {"kind": "BUG", "at": 3, "gap": 2.0}
 COSTS = {"rows_s": [0.1, 0.12, 0.14], "step_s": {HEADS: 0.01, PRUNED: 0.05}}
 
 
@@ -45,7 +48,7 @@ def records(slower=(1.0, 1.1, 1.2), **changes):
 
 
 def figures(made):
-    return report.figures_of(made, ARMS, "float32")
+    return report.figures_of(made, ARMS)
 
 
 def test_a_draft_is_judged_only_where_those_before_it_were_kept():
@@ -85,9 +88,9 @@ def test_the_best_arm_is_the_fastest_that_has_a_speed():
     found = figures(records())
     assert report.best(found, "ours", 0.0) == BEST and report.best(found, "ours", 0.8) is None
     assert report.best(found, "ours", 0.0, PRUNED) == arm("ours", PRUNED, 1)
-    wrong = figures(records(difference={"at": 3, "gap": 2.0}))
+    wrong = figures(records(difference=BUG))
     assert wrong[BEST]["bug"] and report.best(wrong, "ours", 0.0) == arm("ours", HEADS, 1)
-    tie = figures(records(difference={"at": 3, "gap": 1e-5}))
+    tie = figures(records(difference=BUG | {"kind": "tie"}))
     assert not tie[BEST]["bug"]
 
 
@@ -105,7 +108,7 @@ def test_targets_hold_at_their_bounds():
 
 
 def test_the_report_shows_losses_and_no_speed_of_a_wrong_reply(capsys):
-    made = records(difference={"at": 3, "gap": 2.0})
+    made = records(difference=BUG)
     found = figures(made)
     for show in (report.report_parts, report.report_targets):
         show(found, made)
@@ -133,3 +136,13 @@ def test_every_draft_goes_as_far_as_it_can_and_mlx_lm_runs_only_language_models(
         counts[a.who, a.setting.draft] += 1
     assert counts == {("plain", "mlp"): 2, ("ours", "mlp"): 4, ("plain", PRUNED): 2, ("ours", PRUNED): 6,
                       ("theirs", PRUNED): 6}
+
+
+def test_a_slowed_build_sleeps_for_its_share_of_each_round(monkeypatch):
+    import bench_power
+
+    slept, clock = [], iter(range(0, 1000, 10))
+    monkeypatch.setattr(bench_power, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=slept.append))
+    monkeypatch.setattr(Decoder, "_read", bench_power.slowed(0.05))
+    run = bench.ours(pair(), [1, 2, 3], bench.Setting("noisy", 3, 0.0), 20, 0)
+    assert slept == [0.5] * (run["rounds"] - 1)

@@ -55,13 +55,14 @@ def ours(pair: Any, ids: Sequence[int], options: Options) -> dict[str, Any]:
     } | by_position([t.origin for t in tokens])
 
 
-def theirs(pair: Any, ids: Sequence[int], arm: Arm, options: Options) -> dict[str, Any]:
-    """mlx-lm's `stream_generate`, on caches that hold the prompt; with the pair's draft or without."""
+def theirs(pair: Any, ids: Sequence[int], arm: Arm, options: Options, caches: list | None = None) -> dict[str, Any]:
+    """mlx-lm's `stream_generate`, on caches that hold the prompt; with the pair's draft or without. caches: of the
+    target, filled already."""
     drafting = {"draft_model": pair.draft, "num_draft_tokens": arm.k} if arm.engine == SPECULATIVE else {}
     mx.reset_peak_memory()
     mx.random.seed(options.seed or 0)
     times = [time.perf_counter()]
-    caches = filled(pair.target, ids[:-1])
+    caches = caches or filled(pair.target, ids[:-1])
     times.append(time.perf_counter())
     caches += filled(pair.draft, ids[:-1]) if drafting else []
     times.append(time.perf_counter())
@@ -116,9 +117,12 @@ def filled(model: Any, ids: Sequence[int]) -> list:
 
 def mlx_lm_drafts(pair: Any) -> bool:
     """Whether mlx-lm can speculate with the pair: its draft is a language model, all caches go back."""
-    models = [pair.target, pair.draft]
-    return not (pair.draft is None or hasattr(pair.draft, "bind")) and all(
-        can_trim_prompt_cache(make_prompt_cache(m)) for m in models)
+    return is_model(pair.draft) and all(can_trim_prompt_cache(make_prompt_cache(m)) for m in (pair.target, pair.draft))
+
+
+def is_model(draft: Any) -> bool:
+    """A language model, not a reader of the target's hidden states."""
+    return draft is not None and not hasattr(draft, "bind")
 
 
 @contextmanager
