@@ -8,10 +8,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from kernels import precompile_header  # noqa: E402
+
 if importlib.util.find_spec("mlx_spec.blas"):
     from mlx_spec.blas import use_fast_blas
 
     use_fast_blas()
+
+precompile_header()
 
 
 @pytest.fixture(scope="session", autouse=True)
