@@ -111,8 +111,9 @@ def test_humaneval_and_gsm8k_files_are_read_as_they_are(tmp_path):
 
 
 def test_prompts_that_cannot_be_read_are_one_clear_line(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "bad.jsonl").write_text('{"words": 1}\n')
-    for name, said in (("poetry", "chat, code"), ("../chat", "chat, code"), (str(tmp_path / "bad.jsonl"), "line 1"), ("none.jsonl", "none.jsonl")):
+    for name, said in (("poetry", "chat, code"), ("../chat", "chat, code"), (str(tmp_path / "bad.jsonl"), "line 1"), (str(tmp_path / "empty.jsonl"), "no prompts"), ("none.jsonl", "none.jsonl")):
         with pytest.raises(ValueError, match=said) as error:
             texts.load([name])
         assert "\n" not in str(error.value)
@@ -125,7 +126,7 @@ def test_every_row_says_what_ran_and_greedy_replies_are_plain_ones(bench):
     """A10: mode, drafted and accepted in every row, and no length at which the draft is left out. A06: plain beside it."""
     code, out, err, found = bench("-k", "0,3", "-n", "2")
     record.check(found)
-    assert code == 0 and len(found["runs"]) == 2 * 2 * 4 and "at most" in err and "left" in err
+    assert code == 0 and len(found["runs"]) == 2 * 2 * 4 and "arms: about" in err and "left" in err
     for row in found["runs"]:
         drafting = row["engine"] == SPECULATIVE or row["k"] == 3
         assert (row["drafted"] > 0) == drafting and row["mode"] and row["tokens"] == 12
@@ -166,7 +167,7 @@ def test_a_reply_that_ends_too_early_is_a_bug(folders):
     pair = mlx_spec.load(folders / "target", folders / "draft")
     ids, arm = [1, 2, 3], Arm(OURS, 2, 0.0)
     whole = arms.theirs(pair, ids, Arm(PLAIN, 0, 0.0), Options(max_tokens=8))
-    replies = {Arm(PLAIN, 0, 0.0): {"got": whole["ids"]}, arm: {"got": [*whole["ids"][:4], run.END]}}
+    replies = {Arm(PLAIN, 0, 0.0): whole, arm: {"ids": whole["ids"][:4], "ended": True}}
     found = run._identity(pair, ids, arm, replies, Options(seed=0))
     assert found["kind"] == "BUG" and found["at"] == 4
 
@@ -186,7 +187,8 @@ def test_arms_take_turns_in_every_place(folders, monkeypatch):
     original = run.run
     monkeypatch.setattr(run, "run", lambda arm, *rest: (order.append(str(arm)), original(arm, *rest))[1])
     prompts = [texts.Prompt(str(i), "chat", "Hello") for i in range(3)]
-    session.bench(pair, None, prompts, [0, 2], [0.0], [], 1, Options(max_tokens=4), 0, {}, lambda text: None)
+    plan = run.Plan(run.arms_of(pair, [0, 2], [0.0], []), run.encoded(pair, prompts), 1, Options(max_tokens=4))
+    session.bench(pair, plan, None, {}, lambda text: None)
     timed = order[3:]  # after the warm-up
     assert sorted(order[:3]) == sorted(set(timed)) and len(timed) == 9
     assert all(len({timed[3 * turn + place] for turn in range(3)}) == 3 for place in range(3))

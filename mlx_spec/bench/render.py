@@ -25,6 +25,9 @@ def markdown(record: Record) -> str:
         parts += [f"## Temperature {t:g}", lines(HEADER, [_cells(row) for row in mine]), _acceptance(mine)]
     parts.append(f"Medians over the prompts [95 % bootstrap interval]; speed / plain is decoding alone, over mlx-lm's plain "
                  f"decoding of the same prompt beside it, and below 1 a loss. Output: compared with plain decoding.")
+    close = [abs(row.predicted / row.speedup["median"] - 1) <= 0.1 for row in table
+             if row.predicted and row.speedup and row.arm.engine == OURS and row.arm.k != 0 and row.category != ALL]
+    parts += [f"The speed-up was within 10 % of the predicted one in {sum(close)} of {len(close)} cells."] * bool(close)
     if any(row.moved for row in table):
         parts.append("MOVED: a fixed product, timed before every prompt, took 10 % more or less than usual beside some of "
                      "these: something else was running, or the machine was warm. Measure again, idle.")

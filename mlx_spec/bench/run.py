@@ -6,7 +6,7 @@ Arms take turns prompt by prompt in rotating order; the machine is probed before
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Callable, Iterator, Sequence
 
 from ..cache import read_bound
@@ -43,7 +43,8 @@ def arms_of(pair: Any, ks: Sequence[int | str], temperatures: Sequence[float], b
     if SPECULATIVE not in baselines or not mlx_lm_drafts(pair):
         theirs = []
     for t in temperatures:
-        mine = dict.fromkeys([*([0] if t else []), *(ks if pair.draft is not None else [0])])
+        # Without a draft only "auto" may find something to propose.
+        mine = dict.fromkeys([*([0] if t else []), *(k for k in ks if pair.draft is not None or k in (0, "auto"))])
         found += [Arm(PLAIN, 0, t), *(Arm(OURS, k, t) for k in mine), *(Arm(SPECULATIVE, k, t) for k in theirs)]
     return found
 
@@ -54,7 +55,7 @@ def encoded(pair: Any, prompts: Sequence[Prompt]) -> list[tuple[Prompt, list[int
 
 def warm_up(pair: Any, plan: Plan) -> None:
     """Every arm once at each length of attention that short prompts reach; shapes seen here are compiled."""
-    bounds = {read_bound(len(ids)): ids for _, ids in plan.prompts if len(ids) <= WARM_BOUND}
+    bounds = {read_bound(len(ids)): ids for _, ids in plan.prompts if len(ids) <= WARM_BOUND} or {0: plan.prompts[0][1]}
     options = plan.options.but(max_tokens=min(WARM_TOKENS, plan.options.max_tokens))
     with compile_after(1):
         for ids in bounds.values():
@@ -63,7 +64,7 @@ def warm_up(pair: Any, plan: Plan) -> None:
 
 
 def seconds(plan: Plan, costs: Costs, read_s: float) -> float:
-    """How long it will take at most: every reply to its full length, plain; read_s: of a prompt token."""
+    """How long it will take, every reply at its full length and at the speed of plain decoding; read_s: of a prompt token."""
     step = costs.rows_s[0] * plan.options.max_tokens
     each = sum(plan.delay_s + len(plan.arms) * (len(ids) * read_s + step) for _, ids in plan.prompts)
     return each * plan.repetitions
@@ -89,18 +90,14 @@ def _one_prompt(pair: Any, plan: Plan, costs: Costs, prompt: Prompt, ids: list[i
     replies = {arm: run(arm, pair, ids, options) for arm in rotated(plan.arms, turn)}
     found = []
     for arm in plan.arms:
-        reply = replies[arm]
-        got, ended = reply.pop("ids"), reply.pop("ended")
-        reply["got"] = [*got, END] if ended else got
-        found.append({
+        reply = {name: value for name, value in replies[arm].items() if name not in ("ids", "ended")}
+        tokens = len(replies[arm]["ids"])
+        found.append(reply | {
             "prompt": prompt.id, "category": prompt.category, "repetition": repetition, "engine": arm.engine, "k": arm.k,
-            "temperature": arm.temperature, "prompt_tokens": len(ids), "tokens": len(got),
-            "identity": None, "predicted": predicted(reply, len(got), costs.at(len(ids) + len(got) // 2)),
+            "temperature": arm.temperature, "prompt_tokens": len(ids), "tokens": tokens,
+            "identity": _identity(pair, ids, arm, replies, options),
+            "predicted": predicted(reply, tokens, costs.at(len(ids) + tokens // 2)),
             "probe_ms": probed["ms"], "load": probed["load"]})
-    for arm, row in zip(plan.arms, found):
-        row["identity"] = _identity(pair, ids, arm, replies, options)
-    for arm, row in zip(plan.arms, found):
-        row |= {name: value for name, value in replies[arm].items() if name != "got"}
     return found
 
 
@@ -110,9 +107,8 @@ def _identity(pair: Any, ids: list[int], arm: Arm, replies: dict[Arm, Any], opti
     comparable = arm.temperature == 0 or (arm.engine == OURS and options.verify == "match")
     if arm == wanted or not comparable:
         return None
-    options = options.but(temperature=arm.temperature)
-    verdict = compare(pair, ids, replies[wanted]["got"], replies[arm]["got"], options, options.seed)
-    return {"kind": verdict.kind, "at": verdict.at, "gap": verdict.gap}
+    plain, got = ([*r["ids"], END] if r["ended"] else r["ids"] for r in (replies[wanted], replies[arm]))
+    return asdict(compare(pair, ids, plain, got, options.but(temperature=arm.temperature), options.seed))
 
 
 def predicted(run: dict[str, Any], tokens: int, costs: Costs) -> float | None:

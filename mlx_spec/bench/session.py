@@ -7,39 +7,34 @@ from datetime import datetime, timezone
 from typing import Any, Callable, Sequence
 
 from ..costs import ROWS, Costs, measure
-from ..types import Options
+from ..engine import COMPILE_AFTER
 from . import card as cards
-from .arms import count_rounds, filled
+from .arms import compile_after, count_rounds, filled
 from .record import VERSION, Card, Model, Record, check
-from .run import Plan, arms_of, encoded, runs, seconds, warm_up
+from .run import Plan, runs, seconds, warm_up
 from .stats import Probe
-from .texts import Prompt
 
 COUNTED_K = 4  # where no number was asked for
-TIMED = ROWS - 1  # the largest k whose pass was timed
 
 
-def bench(pair: Any, draft_name: str | None, prompts: Sequence[Prompt], ks: Sequence[int | str],
-          temperatures: Sequence[float], baselines: Sequence[str], repetitions: int, options: Options, delay_s: float,
-          arguments: dict[str, Any], note: Callable[[str], None]) -> Record:
-    """note: is told what goes on. Ctrl-C while prompts run ends it with what there is. Raises ValueError."""
-    plan = Plan(arms_of(pair, ks, temperatures, baselines), encoded(pair, prompts), repetitions, options, delay_s)
+def bench(pair: Any, plan: Plan, draft_name: str | None, arguments: dict[str, Any], note: Callable[[str], None]) -> Record:
+    """note: is told what goes on. Ctrl-C while prompts run ends it with what there is."""
     note("measuring what a step costs")
     card, costs = cards.card(), measure(pair, again=True)
-    numbers = [k for k in ks if k and k != "auto"] or [COUNTED_K]
-    largest = getattr(pair.draft, "largest", None) or max(numbers)
-    drafts = pair.draft is not None and not (pair.draft_profile.reason or pair.target_profile.reason)
-    counted = [count_rounds(pair, plan.prompts[0][1], k) for k in sorted({min(k, largest, TIMED) for k in numbers}) if drafts]
+    first = plan.prompts[0][1]
+    counted = [count_rounds(pair, first, k) for k in _counted(pair, plan)]
     note("warming up")
     warm_up(pair, plan)
-    probe, found, finished = Probe(), [], True
     began = time.perf_counter()
-    filled(pair.target, plan.prompts[0][1])
-    read_s = (time.perf_counter() - began) / len(plan.prompts[0][1])
-    note(f"{len(plan.prompts)} prompts, {len(plan.arms)} arms: at most {_time(seconds(plan, costs, read_s))}")
+    filled(pair.target, first)
+    read_s = (time.perf_counter() - began) / len(first)
+    note(f"{len(plan.prompts)} prompts, {len(plan.arms)} arms: about {_time(seconds(plan, costs, read_s))}")
+    found, finished = [], True
+    tell = lambda done, of, left: note(f"prompt {done} of {of}, about {_time(left)} left")  # noqa: E731
     try:
-        for row in runs(pair, plan, costs, probe, lambda done, of, left: note(f"prompt {done} of {of}, about {_time(left)} left")):
-            found.append(row)
+        with compile_after(COMPILE_AFTER):
+            for row in runs(pair, plan, costs, Probe(), tell):
+                found.append(row)
     except KeyboardInterrupt:
         finished = False
     target = cards.model(pair.target, pair.name)
@@ -51,6 +46,14 @@ def bench(pair: Any, draft_name: str | None, prompts: Sequence[Prompt], ks: Sequ
     }
     check(record)
     return record
+
+
+def _counted(pair: Any, plan: Plan) -> list[int]:
+    """The draft lengths whose rounds are counted: those that run and whose costs are known."""
+    if pair.draft is None or pair.draft_profile.reason or pair.target_profile.reason:
+        return []
+    wanted = [arm.k for arm in plan.arms if arm.k and arm.k != "auto"] or [COUNTED_K]
+    return sorted({min(k, ROWS - 1, getattr(pair.draft, "largest", None) or k) for k in wanted})
 
 
 def _costs(costs: Costs, counted: Sequence[dict], card: Card, target: Model, draft: Model | None) -> dict:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple, Sequence
 
 CATEGORIES = ("chat", "code", "math", "translate", "summarise", "edit", "long")
-VERY_LONG = 20_000  # characters
 # Of HumanEval and GSM8K, for those who have the files.
 FIELDS = {"text": "{}", "question": "{}", "prompt": "Complete this program:\n\n{}"}
 
@@ -37,7 +36,10 @@ def load(names: Sequence[str] = CATEGORIES, each: int | None = None) -> list[Pro
     A line of a file is an object with `text`, `question` (GSM8K) or `prompt` (HumanEval). Raises
     ValueError.
     """
-    return [prompt for name in names for prompt in _read(name)[:each]]
+    found = [prompt for name in names for prompt in _read(name)[:each]]
+    if not found:
+        raise ValueError(f"there are no prompts in {', '.join(names) or 'an empty list'}")
+    return found
 
 
 def _read(name: str) -> list[Prompt]:

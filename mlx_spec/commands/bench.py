@@ -27,7 +27,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add("--prompts", metavar="LIST", default=",".join(texts.CATEGORIES),
         help="kinds of text, or .jsonl files with `text` (or GSM8K's `question`, HumanEval's `prompt`)")
     add("--each", type=int, metavar="N", help="prompts of a kind at most, 0: all (default: 4; with --quick 2)")
-    add("-k", metavar="LIST", help="draft lengths, 0: plain (default: 0,2,4; with --quick 0,4)")
+    add("-k", metavar="LIST", help="draft lengths, 0: plain (default: the library's own, 0 and 4; with --quick without 4)")
     add("--temp", metavar="LIST", default="0", help="temperatures")
     add("--verify", choices=VERIFY_RULES, default="match",
         help="above temperature 0; only with match can the output be compared with plain decoding")
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--out must end in one of .{', .'.join(FORMATS)}; got {args.out!r}")
     if args.compare:
         return _compare(args)
-    ks = [_k(k) for k in _list(args.k or ("0,4" if args.quick else "0,2,4"))]
+    ks = [_k(k) for k in _list(args.k or f"{Options.num_draft_tokens},0" + ("" if args.quick else ",4"))]
     temperatures = [float(t) for t in _list(args.temp)]
     baselines = _list(args.baseline)
     if unknown := set(baselines) - set(BASELINES):
@@ -62,12 +62,13 @@ def run(args: argparse.Namespace) -> int:
     each = (2 if args.quick else 4) if args.each is None else args.each or None
     names = [n for n in _list(args.prompts) if not (args.quick and n == "long")]
     prompts = texts.load(names, each)
+    pair = load_pair(args)
+    from ..bench.run import Plan, arms_of, encoded
     from ..bench.session import bench
 
-    pair = load_pair(args)
-    record = bench(pair, _draft_name(args), prompts, ks, temperatures, baselines, args.n, options, args.delay,
-                   {name: value for name, value in vars(args).items() if name != "run"}, _note)
-    return _give(args, record)
+    plan = Plan(arms_of(pair, ks, temperatures, baselines), encoded(pair, prompts), args.n, options, args.delay)
+    given = {name: value for name, value in vars(args).items() if name not in ("run", "out", "plot", "compare", "format")}
+    return _give(args, bench(pair, plan, _draft_name(args), given, _note))
 
 
 def _give(args: argparse.Namespace, record: Any) -> int:
