@@ -155,7 +155,6 @@ class Page:
         if not said.strip():
             yield {self.place: ""}
             return
-        yield {self.returned: "", self.place: ""}
         yield from self._turn(said, visitor, mode, system, settings)
 
     def retry(self, visitor: Visitor, mode: str, system: str, *settings: Any) -> Iterator[dict]:
@@ -171,6 +170,7 @@ class Page:
 
     def _turn(self, said: str, visitor: Visitor, mode: str, system: str, settings: Sequence[Any]) -> Iterator[dict]:
         reply, drawn = None, 0.0
+        yield {self.returned: "", self.place: ""}
         try:
             for event in self.stage.turn(visitor, said, mode, options_of(settings), text.clean(system or "")):
                 if isinstance(event, str):

@@ -96,6 +96,8 @@ def say_to_server(address: str, tokens: int, k: int, text: str) -> int:
 
 def say_in_browser(tab: Any, bench: Bench, text: str) -> None:
     tab.click("#clear")
+    tab.wait_for_function("!document.querySelector('#history .said')")
+    tab.wait_for_timeout(500)  # where there was nothing to clear, it still has to be heard before the prompt
     tab.fill("#box textarea", text)
     tab.press("#box textarea", "Enter")
     while not bench.run:

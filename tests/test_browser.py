@@ -4,6 +4,7 @@ a user writes runs. Needs Playwright and Debian's chromium."""
 import os
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,6 +151,22 @@ def test_what_is_typed_faster_than_the_server_answers_is_kept(browser, stub):
     assert tab.problems == []
 
 
+def test_the_pairs_say_what_is_here_once_one_was_fetched(browser, monkeypatch):
+    page, address = serve(Stage(StubArena()))
+    entry = SimpleNamespace(name="x", size_bytes=2e9, on_disk=False, note="a pair")
+    monkeypatch.setattr(page_app, "catalogue", lambda: [entry])
+    tab = visit(browser, address)
+    entry.on_disk, page.stage.status = True, "x is ready"
+    tab.wait_for_function("document.querySelector('.banner').innerText.includes('x is ready')")
+    tab.click("#models button")
+    tab.wait_for_timeout(500)
+    tab.click("#pair input")
+    tab.wait_for_function("document.querySelector('#pair').innerText.includes('2.0 GB · here') || "
+                          "[...document.querySelectorAll('ul.options li')].some(e => e.innerText.includes('2.0 GB · here'))")
+    assert tab.problems == []
+    page.blocks.close()
+
+
 @pytest.mark.parametrize("formatted", [False, True])
 def test_nothing_that_is_written_runs(browser, stub, formatted):
     """A86, in both views; A85: and it is shown."""
@@ -158,17 +175,19 @@ def test_nothing_that_is_written_runs(browser, stub, formatted):
     tab = visit(browser, address)
     if formatted:
         tab.click("#formatted input")
-    say(tab, " ".join(EVIL))
-    tab.wait_for_function(DONE)
+    for _ in range(2):  # the second time, the first is among the earlier turns
+        say(tab, " ".join(EVIL))
+        tab.wait_for_function("document.querySelector('#verdict .verdict')?.innerText.includes('so far')")
+        tab.wait_for_function(DONE)
     column = "#speculative .answer" if formatted else "#speculative .reply"
     tab.wait_for_function(f"document.querySelector('{column}')?.innerText.includes('$7')")
     time.sleep(0.5)
-    elements = "[...document.querySelectorAll('#race *, #history *')]"
+    elements = "[...document.querySelectorAll('#race *, #history *, #told *')]"
     found = tab.evaluate(f"{elements}.flatMap(e => [...e.attributes].map(a => a.name + '=' + a.value))")
     assert not [a for a in found if a.startswith("on") or "javascript:" in a] and tab.problems == []
-    shown = tab.inner_text(column)
-    assert all(evil in shown for evil in EVIL) and "It costs $5 today and $7 tomorrow." in shown
-    assert tab.evaluate("document.querySelectorAll('#race script, #race img, #history script, #history img').length") == 0
+    shown, told = tab.inner_text(column), tab.inner_text("#told" if formatted else "#history")
+    assert all(evil in shown and told.count(evil) == 3 for evil in EVIL) and "It costs $5 today and $7 tomorrow." in shown
+    assert tab.evaluate("document.querySelectorAll('#race script, #race img, #history script, #history img, #told script, #told img').length") == 0
     if formatted:
         assert tab.evaluate(f"document.querySelectorAll('{column} .katex').length") > 0
 

@@ -190,6 +190,21 @@ def test_tokens_show_their_origin_and_probability():
                     '<span class="t bonus" title="bonus, p = 0.0498">bc</span>')
 
 
+def test_earlier_turns_follow_the_formatting_switch(page):
+    """A92: turns are roles and strings, whatever Gradio's version makes of messages."""
+    page.stage.arena.words = ("<think>a plan</think>", "It is **so** <b>")
+    visitor = Visitor()
+    send(page, visitor, said="1 < 2")
+    assert visitor.messages == [{"role": "user", "content": "1 < 2"},
+                                {"role": "assistant", "content": "<think>a plan</think>It is **so** <b>"}]
+    plain = send(page, visitor, said="more")[1]
+    assert "&lt;think&gt;a plan" in plain[page.history] and plain[page.told]["visible"] is False
+    formatted = page.show_formatted(True, visitor)
+    assert formatted[page.history] == "" and formatted[page.told]["visible"]
+    told = formatted[page.told]["value"]
+    assert "1 &lt; 2" in told and "<summary>thinking</summary>\n\na plan\n\n</details>\n\nIt is **so** &lt;b>" in told
+
+
 # figures
 
 
@@ -409,6 +424,14 @@ def test_a_turn_waits_for_the_first_pair_and_says_when_there_is_none():
     go.set()
     assert "three" in shown(page, list(stream))
     stage.arena.worker.close()
+
+
+def test_what_was_fetched_is_shown_as_here(page, monkeypatch):
+    entry = SimpleNamespace(name="x", size_bytes=2e9, on_disk=False, note="a pair")
+    monkeypatch.setattr(page_app, "catalogue", lambda: [entry])
+    assert page.pairs()["choices"] == [("x · 2.0 GB · download · a pair", "x")]
+    entry.on_disk = True
+    assert page.enter(Visitor(), SimpleNamespace(session_hash="tab"))["choices"] == [("x · 2.0 GB · here · a pair", "x")]
 
 
 def test_a_wrong_pair_name_is_one_line():
