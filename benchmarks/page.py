@@ -169,7 +169,6 @@ def main() -> None:
     figures = report(records)
     report_machine(card, probe)
     bench.page.blocks.close()
-    bench.arena.worker.close()
     if args.json:
         raw = {"machine": card, "arguments": vars(args), "records": records, "probe": probe.readings, "figures": figures}
         Path(args.json).write_text(json.dumps(raw, indent=1))
