@@ -52,11 +52,8 @@ def _device() -> Finding:
 def _memory(entry: Entry, total: int | None = None) -> Finding:
     """total: bytes; None: of this machine, and on a Mac what its GPU may hold."""
     total = total or mx.device_info().get("max_recommended_working_set_size") or memory_bytes()
-    need = f"{entry.name} needs about {readable(entry.memory_bytes)}"
-    if total is None:
-        return Finding("memory", f"unknown; {need}")
-    enough = entry.memory_bytes <= total
-    return Finding("memory", f"{readable(total)}; {need}", None if enough else "choose a smaller pair, see `mlx_spec pairs`")
+    return Finding("memory", f"{readable(total)}; {entry.name} needs about {readable(entry.memory_bytes)}",
+                   None if entry.memory_bytes <= total else "choose a smaller pair, see `mlx_spec pairs`")
 
 
 def _version(package: str) -> Finding:

@@ -13,7 +13,7 @@ import tiny
 
 import mlx_spec
 from mlx_spec import cli, verify
-from mlx_spec.bench import arms, card, compare, figures, plot, record, render, run, session, texts
+from mlx_spec.bench import arms, card, compare, figures, plot, record, render, run, texts
 from mlx_spec.bench.arms import OURS, PLAIN, SPECULATIVE, Arm
 from mlx_spec.bench.stats import interval
 from mlx_spec.costs import Costs
@@ -30,7 +30,7 @@ PMSET = "System-wide power settings:\nCurrently in use:\n standby              1
 def quick_card(monkeypatch, tmp_path):
     """What takes seconds and is no matter here: costs, memory bandwidth, the BLAS."""
     monkeypatch.setenv("MLX_SPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(session, "measure", lambda pair, again: COSTS)
+    monkeypatch.setattr(run, "measure", lambda pair, again: COSTS)
     monkeypatch.setattr(card, "bandwidth", lambda: 50.0)
     monkeypatch.setattr(card, "blas_in_use", lambda: {"blas": "openblas"})
 
@@ -78,7 +78,7 @@ def made(speeds, noise=0.0, seed=0, repetitions=1, **changes):
                 "identity": None if k is None else {"kind": "identical", "at": None, "gap": None},
                 "predicted": speed, "probe_ms": 5.0, "load": 0.1} | changes)
     facts = {"name": "t", "revision": None, "bits": 4, "dtype": "float16", "bytes": 10**9}
-    costs = session._costs(COSTS, [], {"bandwidth_gbs": 100.0}, facts, None)
+    costs = run.costs_of(COSTS, [], {"bandwidth_gbs": 100.0}, facts, None)
     found = {"version": 1, "made": "2026-01-01T00:00:00+00:00", "finished": True, "arguments": {}, "card": dict(CARD), "target": facts,
              "draft": None, "costs": costs, "runs": runs, "notes": []}
     record.check(found)
@@ -188,7 +188,7 @@ def test_arms_take_turns_in_every_place(folders, monkeypatch):
     monkeypatch.setattr(run, "run", lambda arm, *rest: (order.append(str(arm)), original(arm, *rest))[1])
     prompts = [texts.Prompt(str(i), "chat", "Hello") for i in range(3)]
     plan = run.Plan(run.arms_of(pair, [0, 2], [0.0], []), run.encoded(pair, prompts), 1, Options(max_tokens=4))
-    session.bench(pair, plan, None, {}, lambda text: None)
+    run.bench(pair, plan, None, {}, lambda text: None)
     timed = order[3:]  # after the warm-up
     assert sorted(order[:3]) == sorted(set(timed)) and len(timed) == 9
     assert all(len({timed[3 * turn + place] for turn in range(3)}) == 3 for place in range(3))
@@ -233,7 +233,7 @@ def test_losses_are_said_and_acceptance_is_no_speed():
     out = render.markdown(found)
     chat, code = ([line for line in out.splitlines() if line.startswith(f"| {c} ") and "k=4" in line] for c in ("chat", "code"))
     assert "a loss" in chat[0] and "10 of 40" not in chat[0] and "30 of 120 (25%)" in chat[0] and "a loss" not in code[0]
-    assert figures.advice(found) == "On this Apple M4 Pro use k=4 (1.25x); for chat leave speculation off (k=0)."
+    assert figures.advice(found) == "On this Apple M4 Pro use k=4 (1.25x, not certain); for chat leave speculation off (k=0)."
     found = made({(c, k): v for c in ("chat", "edit") for k, v in ((2, 1.3), (4, 1.1))} | {("code", 2): 1.2, ("code", 4): 1.8})
     assert figures.advice(found) == "On this Apple M4 Pro use k=2 (1.56x); for code use k=4 (2.16x)."
     assert "leave speculation off (k=0)" in figures.advice(made({("chat", 2): 0.6}))

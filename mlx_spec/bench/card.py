@@ -25,11 +25,10 @@ from ..blas import blas_in_use
 from ..names import find, locate
 from .record import Card, Model
 
-# GB/s, from the technical specifications and press releases of the chips' Macs; by GPU cores where those decide.
-BANDWIDTH: dict[str, Any] = {
-    "M1": 68, "M1 Pro": 200, "M1 Max": 400, "M1 Ultra": 800, "M2": 100, "M2 Pro": 200, "M2 Max": 400, "M2 Ultra": 800,
-    "M3": 100, "M3 Pro": 150, "M3 Max": {30: 300, 40: 400}, "M3 Ultra": 819, "M4": 120, "M4 Pro": 273,
-    "M4 Max": {32: 410, 40: 546}, "M5": 153, "M5 Pro": 307, "M5 Max": {40: 614},
+# GB/s, press figures: of the base chip, Pro, Max (by GPU cores where those decide) and Ultra.
+BANDWIDTH: dict[str, tuple] = {
+    "M1": (68, 200, 400, 800), "M2": (100, 200, 400, 800), "M3": (100, 150, {30: 300, 40: 400}, 819),
+    "M4": (120, 273, {32: 410, 40: 546}, None), "M5": (153, 307, {40: 614}, None),
 }
 READ_MB = 256  # of the product that measures memory
 
@@ -50,17 +49,13 @@ def card() -> Card:
 
 
 def model(module: Any, name: str | None) -> Model:
-    """Facts of loaded weights. revision: the hub's, where the name is one of a hub's repository."""
+    """Facts of loaded weights. Of a path the last part, for a record is made to be shown; revision: the hub's."""
     weights = [w for _, w in tree_flatten(module.parameters())]
     bits = Counter(m.bits for _, m in module.named_modules() if hasattr(m, "bits"))
     kinds = Counter(str(w.dtype).removeprefix("mlx.core.") for w in weights if mx.issubdtype(w.dtype, mx.floating))
-    return {"name": _shown(name), "revision": name and _revision(name), "bits": bits.most_common(1)[0][0] if bits else None,
+    shown = os.path.basename(os.path.abspath(name)) if name and os.path.exists(name) else name or "unnamed"
+    return {"name": shown, "revision": name and _revision(name), "bits": bits.most_common(1)[0][0] if bits else None,
             "dtype": kinds.most_common(1)[0][0] if kinds else "unknown", "bytes": sum(w.nbytes for w in weights)}
-
-
-def _shown(name: str | None) -> str:
-    """Of a path its last part: a record is made to be shown to others."""
-    return "unnamed" if not name else os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
 
 
 def _revision(name: str) -> str | None:
@@ -90,15 +85,13 @@ def low_power(settings: str) -> bool | None:
 
 
 def nominal(chip: str | None, cores: int | None) -> float | None:
-    found = BANDWIDTH.get((chip or "").removeprefix("Apple "))
+    generation, _, kind = (chip or "").removeprefix("Apple ").partition(" ")
+    found = dict(zip(("", "Pro", "Max", "Ultra"), BANDWIDTH.get(generation, ()))).get(kind)
     return found.get(cores) if isinstance(found, dict) else found
 
 
-def memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
+def memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def bandwidth(megabytes: int = READ_MB) -> float:
@@ -116,18 +109,12 @@ def bandwidth(megabytes: int = READ_MB) -> float:
 def _chip() -> str | None:
     if sys.platform == "darwin":
         return said("sysctl", "-n", "machdep.cpu.brand_string").strip() or None
-    try:
-        lines = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return None
-    found = re.search(r"^model name\s*: (.+)$", lines, re.M)
+    found = re.search(r"^model name\s*: (.+)$", said("cat", "/proc/cpuinfo"), re.M)
     return found and found[1].strip()
 
 
 def _git(folder: Path) -> str | None:
-    if not (folder / ".git").exists():
-        return None
-    return said("git", "-C", str(folder), "describe", "--always", "--dirty", "--tags").strip() or None
+    return said("git", "-C", str(folder), "describe", "--always", "--dirty").strip() if (folder / ".git").exists() else None
 
 
 def said(*command: str) -> str:

@@ -36,7 +36,7 @@ def _gain(row: Row | None) -> str:
 
 
 def against(base: Record, other: Record, arm, category: str = ALL) -> dict | None:
-    """The other's speed-up over the base's, paired by prompt."""
+    """The other's speed-up over the base's, paired by prompt; None where there is none."""
     ours, theirs = gains(base, arm, category), gains(other, arm, category)
     shared = [theirs[p] / ours[p] for p in ours if p in theirs]
     return interval(shared) if shared else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any, Iterable, NamedTuple, Sequence
 
 from .arms import OURS, PLAIN, Arm
@@ -47,7 +48,10 @@ def arm_of(run: Run) -> Arm:
 
 
 def gains(record: Record, arm: Arm, category: str = ALL) -> dict[str, float]:
-    """Speed over plain by prompt: the median of its repetitions, each pair timed beside one another."""
+    """Speed over plain by prompt: the median of its repetitions, each pair timed beside one another. Nothing where a
+    reply was wrong."""
+    if any(_kind(r) == "BUG" for r in record["runs"] if arm_of(r) == arm and category in (ALL, r["category"])):
+        return {}
     speeds = {(arm_of(r), r["prompt"], r["repetition"]): r["tokens"] / r["decode_s"]
               for r in record["runs"] if r["tokens"] and category in (ALL, r["category"])}
     found: dict[str, list[float]] = {}
@@ -66,9 +70,7 @@ def rows(record: Record) -> list[Row]:
 
 def _row(record: Record, arm: Arm, category: str) -> Row:
     runs = [r for r in record["runs"] if arm_of(r) == arm and category in (ALL, r["category"])]
-    kinds = [r["identity"]["kind"] for r in runs if r["identity"]]
-    gain = gains(record, arm, category)
-    faulty = "BUG" in kinds or arm.engine == PLAIN or not gain
+    kinds, gain = [_kind(r) for r in runs], {} if arm.engine == PLAIN else gains(record, arm, category)
     clock = median([r["probe_ms"] for r in record["runs"]])
     whole = [r["tokens"] / (r["prompt_s"] + r["decode_s"]) for r in runs if r["tokens"]]
     judged, kept, drafted = (_added(r[n] for r in runs) for n in ("judged", "kept", "drafted_by_position"))
@@ -76,8 +78,8 @@ def _row(record: Record, arm: Arm, category: str) -> Row:
     return Row(
         category, arm, len({r["prompt"] for r in runs}), median([r["tokens"] / r["decode_s"] for r in runs if r["tokens"]]),
         median(whole), *(median([r[n] for r in runs if r[n] is not None]) for n in ("ttft_s", "draft_prompt_s")),
-        None if faulty else interval(list(gain.values())),
-        None if faulty else median([r["predicted"] for r in runs if r["predicted"] is not None]),
+        interval(list(gain.values())) if gain else None,
+        median([r["predicted"] for r in runs if gain and r["predicted"] is not None]),
         sum(r["drafted"] for r in runs), sum(r["accepted"] for r in runs),
         [a / b for a, b in zip(kept, drafted) if b], [a / b for a, b in zip(kept, judged) if b],
         tokens / rounds if rounds else None,
@@ -89,17 +91,16 @@ def _row(record: Record, arm: Arm, category: str) -> Row:
 
 def _added(lists: Iterable[Sequence[int]]) -> list[int]:
     """By place, of lists that can be of different lengths."""
-    total: list[int] = []
-    for values in lists:
-        total += [0] * (len(values) - len(total))
-        for i, value in enumerate(values):
-            total[i] += value
-    return total
+    return [sum(place) for place in zip_longest(*lists, fillvalue=0)]
 
 
 def bugs(record: Record) -> bool:
     """Whether a reply of ours is wrong."""
-    return any(r["engine"] == OURS and r["identity"] and r["identity"]["kind"] == "BUG" for r in record["runs"])
+    return any(r["engine"] == OURS and _kind(r) == "BUG" for r in record["runs"])
+
+
+def _kind(run: Run) -> str | None:
+    return run["identity"] and run["identity"]["kind"]
 
 
 def advice(record: Record) -> str:
@@ -125,5 +126,8 @@ def _best(candidates: Iterable[Row]) -> Row | None:
     return max(mine, key=lambda r: r.speedup["median"], default=None)
 
 
-def _use(row: Row | None) -> Any:
-    return "leave speculation off (k=0)" if row is None else f"use k={row.arm.k} ({row.speedup['median']:.2f}x)"
+def _use(row: Row | None) -> str:
+    if row is None:
+        return "leave speculation off (k=0)"
+    gain, low = row.speedup["median"], row.speedup["low"]
+    return f"use k={row.arm.k} ({gain:.2f}x{'' if low and low > 1 else ', not certain'})"

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from typing import Any, Iterator, NamedTuple, Sequence
 
 from .arms import OURS
-from .figures import rows
+from .figures import ALL, rows
 from .record import Record
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")  # Okabe, Ito: for any eyes
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1200, 420, 80, 30, 90, 70
+STEPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)  # of an axis
+
+# x, value, and the ends of its interval where it has one
+Point = tuple[int, float, float | None, float | None]
 
 
-class Series(NamedTuple):
-    """points: (x, value, low, high); low and high are None where there is no interval."""
+class Panel(NamedTuple):
+    """lines: values that get a line across, beside the grid; curve: points are joined."""
 
-    name: str
-    points: list[tuple[int, float, float | None, float | None]]
+    title: str
+    labels: list[str]
+    series: dict[str, list[Point]]
+    lines: Sequence[float] = ()
+    curve: bool = True
 
 
 def plot(records: Sequence[tuple[str, Record]], path: str) -> None:
@@ -25,71 +32,63 @@ def plot(records: Sequence[tuple[str, Record]], path: str) -> None:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError:
         raise ValueError("--plot needs Pillow: pip install pillow") from None
-    panels = list(_panels(records))
-    image = Image.new("RGB", (WIDTH, HEIGHT * len(panels)), "white")
-    font = ImageFont.load_default(size=16)
-    for i, (title, labels, series, line) in enumerate(panels):
-        _Panel(ImageDraw.Draw(image), font, HEIGHT * i).draw(title, labels, series, line)
+    found = list(panels(records))
+    image = Image.new("RGB", (WIDTH, HEIGHT * len(found)), "white")
+    pen = ImageDraw.Draw(image)
+    pen.font = ImageFont.load_default(size=16)
+    for i, panel in enumerate(found):
+        _draw(pen, panel, HEIGHT * i + TOP)
     image.save(path)
 
 
-def _panels(records: Sequence[tuple[str, Record]]) -> Any:
-    several = len(records) > 1
-    label = lambda name, arm: f"{name}, {arm}" if several else str(arm)  # noqa: E731
-    tables = [(name, [r for r in rows(record) if r.arm.engine == OURS and r.arm.k != 0]) for name, record in records]
-    for t in sorted({r.arm.temperature for _, table in tables for r in table}):
-        categories = list(dict.fromkeys(r.category for _, table in tables for r in table))
-        found = [Series(label(name, arm), [(categories.index(r.category), *_ends(r.speedup)) for r in table if r.arm == arm and r.speedup])
-                 for name, table in tables for arm in dict.fromkeys(r.arm for r in table) if arm.temperature == t]
-        yield f"Speed over mlx-lm's plain decoding, temperature {t:g} (95 % intervals)", categories, found, 1.0
-        stood = [Series(label(name, r.arm), [(i, rate, None, None) for i, rate in enumerate(r.stood)]) for name, table in tables
-                 for r in table if r.category == categories[-1] and r.arm.temperature == t]
-        yield (f"Drafts kept where those before stood, by position, temperature {t:g}",
-               [str(i + 1) for i in range(max((len(s.points) for s in stood), default=0))], stood, None)
-    costs = [Series(f"{name}, {d['tokens']} tokens" if several else f"at {d['tokens']} tokens of context",
-                    [(i, v, None, None) for i, v in enumerate(d["v"])]) for name, r in records for d in r["costs"]["depths"]]
-    yield "v(m): a pass of the target over m rows, in single steps", [str(i + 1) for i in range(max(len(s.points) for s in costs))], costs, 1.0
+def panels(records: Sequence[tuple[str, Record]]) -> Iterator[Panel]:
+    """For each temperature speed-ups and acceptance, then the target's cost by rows."""
+    label = (lambda name, what: f"{name}, {what}") if len(records) > 1 else (lambda name, what: str(what))
+    table = [(label(name, r.arm), r) for name, record in records for r in rows(record) if r.arm.engine == OURS and r.arm.k != 0]
+    for t in sorted({r.arm.temperature for _, r in table}):
+        mine = [(name, r) for name, r in table if r.arm.temperature == t]
+        kinds = sorted(dict.fromkeys(r.category for _, r in mine), key=ALL.__eq__)
+        gains: dict[str, list[Point]] = {name: [] for name, _ in mine}
+        for name, r in mine:
+            gains[name] += [(kinds.index(r.category), *(r.speedup[n] for n in ("median", "low", "high")))] if r.speedup else []
+        yield Panel(f"Speed over mlx-lm's plain decoding, temperature {t:g} (95 % intervals)", kinds, gains, [1.0], False)
+        stood = {name: _points(r.stood) for name, r in mine if r.category == kinds[-1]}
+        yield Panel(f"Drafts kept where those before stood, by position, temperature {t:g}", _numbers(stood), stood)
+    costs = {label(name, f"{d['tokens']} tokens of context"): _points(d["v"]) for name, r in records for d in r["costs"]["depths"]}
+    yield Panel("v(m): a pass of the target over m rows, in single steps", _numbers(costs), costs, [1.0])
 
 
-def _ends(gain: dict) -> tuple[float, float | None, float | None]:
-    return gain["median"], gain["low"], gain["high"]
+def _points(values: Sequence[float]) -> list[Point]:
+    return [(i, value, None, None) for i, value in enumerate(values)]
 
 
-class _Panel:
-    """Axes from 0, a line where nothing is gained, a point with its interval for each value."""
+def _numbers(series: dict[str, list[Point]]) -> list[str]:
+    return [str(i + 1) for i in range(max(map(len, series.values()), default=0))]
 
-    def __init__(self, pen: Any, font: Any, top: int) -> None:
-        self.pen, self.font, self.top, self.highest = pen, font, top + TOP, 1.0
 
-    def y(self, value: float) -> float:
-        return self.top + (HEIGHT - TOP - BOTTOM) * (1 - value / self.highest)
-
-    def draw(self, title: str, labels: Sequence[str], series: Sequence[Series], line: float | None) -> None:
-        values = [v for s in series for _, mid, _, high in s.points for v in (mid, high or mid)]
-        self.highest = 1.1 * max([*values, line or 0.5])
-        self.pen.text((LEFT, self.top - TOP + 12), title, "black", self.font)
-        step = next(s for s in (0.1, 0.2, 0.5, 1, 2, 5, 10, 100) if self.highest / s <= 8)
-        for value, colour in [*((i * step, "#dddddd") for i in range(int(self.highest / step) + 1)), (line, "black")]:
-            if value is not None:
-                y = self.y(value)
-                self.pen.line((LEFT, y, WIDTH - RIGHT, y), colour)
-                self.pen.text((LEFT - 12, y), f"{value:g}", "black", self.font, anchor="rm")
-        slot = (WIDTH - LEFT - RIGHT) / max(len(labels), 1)
-        for i, text in enumerate(labels):
-            self.pen.text((LEFT + slot * (i + 0.5), self.y(0) + 22), text, "black", self.font, anchor="mm")
-        x = LEFT
-        for n, one in enumerate(series):
-            colour = COLOURS[n % len(COLOURS)]
-            self.pen.rectangle((x, self.top - TOP + 44, x + 12, self.top - TOP + 56), colour)
-            self.pen.text((x + 18, self.top - TOP + 50), one.name, "black", self.font, anchor="lm")
-            x += 40 + self.pen.textlength(one.name, self.font)
-            self._points(one, colour, slot, (n - (len(series) - 1) / 2) * min(18, slot / (len(series) + 1)) * (line is not None and any(p[2] for p in one.points)))
-
-    def _points(self, series: Series, colour: str, slot: float, aside: float) -> None:
-        for i, value, low, high in series.points:
-            x, y = LEFT + slot * (i + 0.5) + aside, self.y(value)
+def _draw(pen: Any, panel: Panel, top: int) -> None:
+    """Axes from 0 up to the largest value."""
+    highest = 1.1 * max([0.5, *panel.lines, *(p[3] or p[1] for points in panel.series.values() for p in points)])
+    y_of = lambda value: top + (HEIGHT - TOP - BOTTOM) * (1 - value / highest)  # noqa: E731
+    step = next((s for s in STEPS if highest / s <= 8), highest)
+    grid = [(i * step, "#dddddd") for i in range(int(highest / step) + 1)] + [(line, "black") for line in panel.lines]
+    pen.text((LEFT, top - TOP + 12), panel.title, "black")
+    for value, colour in grid:
+        pen.line((LEFT, y_of(value), WIDTH - RIGHT, y_of(value)), colour)
+        pen.text((LEFT - 12, y_of(value)), f"{value:g}", "black", anchor="rm")
+    slot, x = (WIDTH - LEFT - RIGHT) / max(len(panel.labels), 1), LEFT
+    for i, text in enumerate(panel.labels):
+        pen.text((LEFT + slot * (i + 0.5), y_of(0) + 22), text, "black", anchor="mm")
+    apart = 0 if panel.curve else min(18, slot / (len(panel.series) + 1))
+    for n, (name, points) in enumerate(panel.series.items()):
+        colour = COLOURS[n % len(COLOURS)]
+        pen.rectangle((x, top - TOP + 44, x + 12, top - TOP + 56), colour)
+        pen.text((x + 18, top - TOP + 50), name, "black", anchor="lm")
+        x += 40 + pen.textlength(name)
+        places = [(LEFT + slot * (i + 0.5) + apart * (n - (len(panel.series) - 1) / 2), *rest) for i, *rest in points]
+        if panel.curve and len(places) > 1:
+            pen.line([(at, y_of(value)) for at, value, *_ in places], colour, 2)
+        for at, value, low, high in places:
             if low is not None:
-                self.pen.line((x, self.y(low), x, self.y(high)), colour, 3)
-            if low is None and i + 1 < len(series.points):  # a curve
-                self.pen.line((x, y, x + slot, self.y(series.points[i + 1][1])), colour, 2)
-            self.pen.ellipse((x - 5, y - 5, x + 5, y + 5), colour)
+                pen.line((at, y_of(low), at, y_of(high)), colour, 3)
+            pen.ellipse((at - 5, y_of(value) - 5, at + 5, y_of(value) + 5), colour)

@@ -1,4 +1,4 @@
-"""What runs, in which order, and what it is compared with.
+"""What runs, in which order, and what it is compared with: a whole bench of one pair, from costs to record.
 
 Arms take turns prompt by prompt in rotating order; the machine is probed before every prompt.
 """
@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from typing import Any, Callable, Iterator, Sequence
 
 from ..cache import read_bound
-from ..costs import Costs
+from ..costs import ROWS, Costs, measure
+from ..engine import COMPILE_AFTER
 from ..identity import compare
 from ..prompts import encode
 from ..types import Options
-from .arms import OURS, PLAIN, SPECULATIVE, Arm, compile_after, mlx_lm_drafts, run
-from .record import Run
+from . import card as cards
+from .arms import OURS, PLAIN, SPECULATIVE, Arm, compile_after, count_rounds, filled, mlx_lm_drafts, run
+from .record import VERSION, Record, Run, check
 from .stats import Probe, rotated
 from .texts import Prompt
 
 WARM_TOKENS, WARM_BOUND = 24, 1024
-THEIR_K = 2  # mlx-lm's own default, where no number was asked for
+THEIR_K, COUNTED_K = 2, 4  # where no number was asked for; the first is mlx-lm's own default
 END = -1  # stands for an end token, so that a reply that ends too early differs
 
 
@@ -38,10 +41,10 @@ class Plan:
 def arms_of(pair: Any, ks: Sequence[int | str], temperatures: Sequence[float], baselines: Sequence[str]) -> list[Arm]:
     """Plain decoding first: every speed-up is over it. Above temperature 0 ours with k = 0 is there too, which has the
     noise that the others must agree with."""
-    found = []
     theirs = [k for k in ks if k not in (0, "auto")] or [THEIR_K]
     if SPECULATIVE not in baselines or not mlx_lm_drafts(pair):
         theirs = []
+    found = []
     for t in temperatures:
         # Without a draft only "auto" may find something to propose.
         mine = dict.fromkeys([*([0] if t else []), *(k for k in ks if pair.draft is not None or k in (0, "auto"))])
@@ -51,6 +54,52 @@ def arms_of(pair: Any, ks: Sequence[int | str], temperatures: Sequence[float], b
 
 def encoded(pair: Any, prompts: Sequence[Prompt]) -> list[tuple[Prompt, list[int]]]:
     return [(p, encode(pair.tokenizer, p.messages, vocab_size=pair.vocab_size)[0]) for p in prompts]
+
+
+def bench(pair: Any, plan: Plan, draft_name: str | None, arguments: dict[str, Any], note: Callable[[str], None]) -> Record:
+    """note: is told what goes on. Ctrl-C while prompts run ends it with what there is."""
+    note("measuring what a step costs")
+    card, costs, first = cards.card(), measure(pair, again=True), plan.prompts[0][1]
+    counted = [count_rounds(pair, first, k) for k in _counted(pair, plan)]
+    note("warming up")
+    warm_up(pair, plan)
+    note(f"{len(plan.prompts)} prompts, {len(plan.arms)} arms: about {_time(_seconds(pair, plan, costs, first))}")
+    found, finished = [], True
+    tell = lambda done, of, left: note(f"prompt {done} of {of}, about {_time(left)} left")  # noqa: E731
+    try:
+        with compile_after(COMPILE_AFTER):
+            for row in runs(pair, plan, costs, Probe(), tell):
+                found.append(row)
+    except KeyboardInterrupt:
+        finished = False
+    target = cards.model(pair.target, pair.name)
+    draft = None if pair.draft is None else cards.model(pair.draft, draft_name)
+    record: Record = {
+        "version": VERSION, "made": datetime.now(timezone.utc).isoformat(timespec="seconds"), "finished": finished,
+        "arguments": arguments, "card": card, "target": target, "draft": draft,
+        "costs": costs_of(costs, counted, card, target, draft), "runs": found, "notes": list(pair.notes),
+    }
+    check(record)
+    return record
+
+
+def _counted(pair: Any, plan: Plan) -> list[int]:
+    """The draft lengths whose rounds are counted: those that run and whose costs are known."""
+    if pair.draft is None or pair.draft_profile.reason or pair.target_profile.reason:
+        return []
+    wanted = [arm.k for arm in plan.arms if arm.k and arm.k != "auto"] or [COUNTED_K]
+    return sorted({min(k, ROWS - 1, getattr(pair.draft, "largest", None) or k) for k in wanted})
+
+
+def costs_of(costs: Costs, counted: Sequence[dict], card: Any, target: Any, draft: Any) -> dict[str, Any]:
+    """A record's part on costs."""
+    depths = [{"tokens": c.depth, "rows_ms": [s * 1e3 for s in c.rows_s], "step_ms": c.step_s and c.step_s * 1e3,
+               "start_ms": c.start_s * 1e3, "c": c.c, "v": [c.v(m + 1) for m in range(len(c.rows_s))]}
+              for c in (costs, costs.deep) if c is not None]
+    rounds = [r | {"draft_ms": costs.draft_s(r["k"]) * 1e3, "target_ms": costs.rows_s[r["k"]] * 1e3} for r in counted]
+    read, k = card["bandwidth_gbs"] * 1e9, max((r["k"] for r in counted), default=0)
+    return {"depths": depths, "rounds": rounds, "ceiling_plain_tps": read / target["bytes"],
+            "ceiling_rounds_per_s": read / (target["bytes"] + k * draft["bytes"]) if k else None}
 
 
 def warm_up(pair: Any, plan: Plan) -> None:
@@ -63,25 +112,30 @@ def warm_up(pair: Any, plan: Plan) -> None:
                 run(arm, pair, ids, options)
 
 
-def seconds(plan: Plan, costs: Costs, read_s: float) -> float:
-    """How long it will take, every reply at its full length and at the speed of plain decoding; read_s: of a prompt token."""
+def _seconds(pair: Any, plan: Plan, costs: Costs, ids: list[int]) -> float:
+    """How long it will take, every reply at its full length and at the speed of plain decoding."""
+    began = time.perf_counter()
+    filled(pair.target, ids)
+    read_s = (time.perf_counter() - began) / len(ids)
     step = costs.rows_s[0] * plan.options.max_tokens
     each = sum(plan.delay_s + len(plan.arms) * (len(ids) * read_s + step) for _, ids in plan.prompts)
     return each * plan.repetitions
 
 
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
 def runs(pair: Any, plan: Plan, costs: Costs, probe: Probe, tell: Callable[[int, int, float], None]) -> Iterator[Run]:
     """The runs of one prompt after the other. tell(done, in all, seconds left) after each prompt."""
-    began, left = time.perf_counter(), [len(ids) + 8 * plan.options.max_tokens for _, ids in plan.prompts]
-    total = sum(left) * plan.repetitions  # a token written costs about as much as eight read
-    done, turn = 0, 0
-    for repetition in range(plan.repetitions):
-        for i, (prompt, ids) in enumerate(plan.prompts):
-            time.sleep(plan.delay_s)
-            yield from _one_prompt(pair, plan, costs, prompt, ids, turn, repetition, probe.read())
-            done, turn = done + left[i], turn + 1
-            used = time.perf_counter() - began
-            tell(turn, plan.repetitions * len(plan.prompts), used / done * (total - done))
+    turns = [(n, *prompt) for n in range(plan.repetitions) for prompt in plan.prompts]
+    work = [len(ids) + 8 * plan.options.max_tokens for *_, ids in turns]  # a token written costs about as much as eight read
+    began = time.perf_counter()
+    for turn, (repetition, prompt, ids) in enumerate(turns):
+        time.sleep(plan.delay_s)
+        yield from _one_prompt(pair, plan, costs, prompt, ids, turn, repetition, probe.read())
+        done = sum(work[: turn + 1])
+        tell(turn + 1, len(turns), (time.perf_counter() - began) / done * (sum(work) - done))
 
 
 def _one_prompt(pair: Any, plan: Plan, costs: Costs, prompt: Prompt, ids: list[int], turn: int, repetition: int,

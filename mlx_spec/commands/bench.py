@@ -63,8 +63,7 @@ def run(args: argparse.Namespace) -> int:
     names = [n for n in _list(args.prompts) if not (args.quick and n == "long")]
     prompts = texts.load(names, each)
     pair = load_pair(args)
-    from ..bench.run import Plan, arms_of, encoded
-    from ..bench.session import bench
+    from ..bench.run import Plan, arms_of, bench, encoded
 
     plan = Plan(arms_of(pair, ks, temperatures, baselines), encoded(pair, prompts), args.n, options, args.delay)
     given = {name: value for name, value in vars(args).items() if name not in ("run", "out", "plot", "compare", "format")}
