@@ -107,8 +107,13 @@ class Layer:
     def open(self, arrays: Arrays, cursor: Cursor) -> OpenCache:
         return OpenCache(self, arrays, cursor)
 
-    def close(self, cache: OpenCache) -> Arrays:
+    def close(self, cache: OpenCache, rows: Integer[mx.array, ""] | None = None) -> Arrays:
+        """What is left of a pass; rows: how many of its rows stand. The others lie past the length."""
         return cache.arrays
+
+    def choose(self, states: list[Arrays], index: Integer[mx.array, ""]) -> Arrays:
+        """One of the layer's arrays after each of several steps: the last serve every length."""
+        return states[-1]
 
     def buffers(self, capacity: int, batch: int = 1) -> Arrays:
         """Empty buffers that hold `capacity` positions."""
@@ -293,7 +298,7 @@ class Native:
     def open(self, arrays: Arrays, cursor: Cursor) -> Any:
         return self.cache
 
-    def close(self, cache: Any) -> Arrays:
+    def close(self, cache: Any, rows: mx.array | None = None) -> Arrays:
         return ()
 
     def grow(self, arrays: Arrays, capacity: int) -> Arrays:
@@ -322,6 +327,10 @@ class Pass:
     def state(self) -> list[Arrays]:
         return [layer.close(cache) for layer, cache in zip(self.layers, self.caches)]
 
+    def kept(self, rows: Integer[mx.array, ""]) -> list[Arrays]:
+        """The state when only the first `rows` rows stand, at least one."""
+        return [layer.close(cache, rows) for layer, cache in zip(self.layers, self.caches)]
+
 
 def adopt(layers: Sequence[Layer], caches: list[Any], capacity: int) -> list[Arrays]:
     """Make a prefill's caches device-resident, layer by layer, so that the peak is one layer's
@@ -341,8 +350,9 @@ def grow(layers: Sequence[Layer], state: list[Arrays], capacity: int) -> None:
         mx.eval(state[i])
 
 
-def convert(layers: Sequence[Quantized], state: list[Arrays]) -> None:
+def convert(layers: Sequence[Layer], state: list[Arrays]) -> None:
     """Quantised buffers in place of full ones, layer by layer, as above."""
     for i, layer in enumerate(layers):
-        state[i] = layer.convert(state[i])
-        mx.eval(state[i])
+        if isinstance(layer, Quantized):
+            state[i] = layer.convert(state[i])
+            mx.eval(state[i])

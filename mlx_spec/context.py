@@ -8,6 +8,7 @@ rounds, not in one.
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import replace
 from typing import Any, Callable, Sequence
 
@@ -15,11 +16,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from . import sampling
-from .cache import Native, Quantized, Ring, adopt, convert, grow, read_bound, rung
-from .drafters.model import ModelDrafter
+from .cache import Arrays, Native, Quantized, Ring, adopt, convert, grow, read_bound, rung
+from .drafters.model import ModelDrafter, RecurrentDrafter
 from .drafters.reader import Reader
 from .memory import Memory
 from .prefill import prefill
+from .recurrent.state import Recurrent
 from .probe import KEEP, Profile, prompt_cache, why_not_quantised
 from .round import Round, State
 from .types import Options
@@ -38,6 +40,7 @@ class Context:
         self.slack = 2 * (max(k_max, MIN_SLACK) + 1)
         self.round = replace(rounds, layers=self._layers(pair.target_profile))
         self.state: State | None = None
+        self.past: deque[State] = deque(maxlen=2)  # of the last rounds, what can't be rewound
         self.capacity = 0
         self.draft_prompt_s: float | None = None
 
@@ -107,7 +110,7 @@ class Context:
         options = self.options if self._packs_draft else self.options.but(kv_bits=None)
         prefill(model, caches, [min(i, self.drafter.vocab - 1) for i in ids[known:-1]], options)
         self._redraft(self._layers_of(self.pair.draft_profile, caches))
-        state = adopt(self.drafter.layers, caches, self.capacity)
+        state = self.drafter.begin(adopt(self.drafter.layers, caches, self.capacity), len(ids) - 1)
         self.draft_prompt_s = time.perf_counter() - started
         return state
 
@@ -163,7 +166,7 @@ class Context:
         self.round = replace(self.round, layers=layers)
         if self.drafts_with_a_model and self._packs_draft:
             layers = self._layers(self.pair.draft_profile, quantised=True)
-            convert(layers, self.state.drafter)
+            convert(layers, self.drafter.caches(self.state.drafter))
             self._redraft(layers)
 
     def catch_up(self, tokens: Sequence[int], start: int) -> None:
@@ -193,6 +196,25 @@ class Context:
         self.state = state._replace(history=history)
         self.capacity = capacity
 
+    def spend(self) -> tuple:
+        """The state for a round to take over: a buffer with a second owner is copied, not written in
+        place. Recurrent states, which every round makes anew, stay here too: a reply may end inside it."""
+        state, self.state = self.state, None
+        if self._recurrent:
+            self.past.append(self._still(state))
+        return tuple(state)
+
+    @property
+    def _recurrent(self) -> bool:
+        return any(isinstance(x, Recurrent) for x in (*self.round.layers, *getattr(self.drafter, "layers", ())))
+
+    def _still(self, state: State) -> State:
+        """What of a state no length can cut."""
+        drafter = None
+        if isinstance(self.drafter, RecurrentDrafter):
+            drafter = _only_recurrent(self.drafter.layers, state.drafter[0]), state.drafter[1]
+        return State(None, state.length, None, _only_recurrent(self.round.layers, state.target), drafter)
+
     # a later turn
 
     def leave(self, ids: Sequence[int], missed: int, dropped: int) -> Memory | None:
@@ -200,19 +222,38 @@ class Context:
 
         missed: tokens that the draft may not have read. dropped: tokens after `ids` that were read back.
         """
-        if self.state is None or self.pair.target_profile.reason or not self._turns_back(dropped + 1):
+        if self.state is None or self.pair.target_profile.reason:
             return None
         kept = len(ids) - 1
-        target = [layer.hand_back(a, kept) for layer, a in zip(self.round.layers, self.state.target)]
+        states = [*self.past, self._still(self.state)] if self._recurrent else []
+        still = next((s for s in reversed(states) if s.length.item() - 1 <= kept), None)
+        kept = still.length.item() - 1 if still else kept
+        if states and not still or not self._turns_back(dropped + len(ids) - kept):
+            return None
+        target = _handed_back(self.round.layers, self.state.target, still and still.target, kept)
         draft, read = [], max(kept - max(missed, 1), 0)
         if self.hears:
             draft, read = self.drafter.leave(self.state, kept, read_bound(len(ids) + 2 * self.k_max)), kept
         elif self.drafts_with_a_model and read:
-            draft = [layer.hand_back(a, read) for layer, a in zip(self.drafter.layers, self.state.drafter)]
+            caches, at = self.drafter.caches(self.state.drafter), None
+            if still and still.drafter:
+                at, read = still.drafter[0], still.drafter[1].item()
+            draft = _handed_back(self.drafter.layers, caches, at, read)
         self.state = None
+        self.past.clear()
         return Memory(self.pair, list(ids[:kept]), target, draft, read)
 
     def _turns_back(self, tokens: int) -> bool:
         """Whether what a window still holds reaches that far; a round in flight may have written k more."""
         layers = (*self.round.layers, *getattr(self.drafter, "layers", ()))
         return tokens + self.k_max <= self.slack or not any(isinstance(x, Ring) for x in layers)
+
+
+def _only_recurrent(layers: Sequence, state: Sequence[Arrays]) -> list[Arrays]:
+    return [arrays if isinstance(layer, Recurrent) else () for layer, arrays in zip(layers, state)]
+
+
+def _handed_back(layers: Sequence, state: Sequence[Arrays], still: Sequence[Arrays] | None, length: int) -> list[Any]:
+    """mlx-lm's caches with `length` tokens; recurrent states from `still`, which has just as many."""
+    return [layer.hand_back(b if isinstance(layer, Recurrent) else a, length)
+            for layer, a, b in zip(layers, state, still or state)]

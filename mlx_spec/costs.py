@@ -184,9 +184,9 @@ def target_rows(pair: Pair, rows: int, context: int = CONTEXT, seconds: float = 
     def step(state: tuple) -> tuple:
         # The caches go from step to step, or each would begin with a copy of them.
         tokens, caches = state
-        target = Pass(pair.target, layers, caches, Cursor(mx.array(context), bound))
+        target = Pass(pair.target_profile.model, layers, caches, Cursor(mx.array(context), bound))
         logits = target(tokens)
-        return mx.argmax(logits, axis=-1).astype(mx.uint32), target.state
+        return mx.argmax(logits, axis=-1).astype(mx.uint32), target.kept(mx.array(rows))
 
     return timed(step, (mx.zeros((1, rows), mx.uint32), _buffers(layers, context + rows)), seconds)
 
@@ -207,7 +207,7 @@ def drafting(pair: Pair, k: int, context: int = CONTEXT, seconds: float = SECOND
 
     def heard(own: list, feed: mx.array) -> Any:
         if not drafter.hears:
-            return own
+            return drafter.begin(own, context - plan.catch_up) if hasattr(drafter, "begin") else own
         states = [mx.zeros((1, k + 1, pair.draft.args.hidden_size)) + feed * 0.0 for _ in (*drafter.depths, "final")]
         return drafter.hear(own, states, length - k - 1)
 
@@ -217,7 +217,8 @@ def drafting(pair: Pair, k: int, context: int = CONTEXT, seconds: float = SECOND
         begun = mx.slice_update(history, token.reshape(1, 1).astype(mx.uint32), mx.array([context - 1]), (1,))
         request = State(begun, length, mx.zeros((3, 2), mx.uint32), [], heard(own, token))
         proposal = drafter.propose(request, plan, choose)
-        return proposal.tokens[0, -1], proposal.state
+        own = proposal.state(mx.array([k]))[0] if callable(proposal.state) else proposal.state
+        return proposal.tokens[0, -1], own
 
     return timed(step, (mx.array(0, dtype=mx.uint32), _buffers(drafter.layers, context + 2 * k + 1)), seconds)
 

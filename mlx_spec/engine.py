@@ -107,7 +107,9 @@ class Decoder:
             drafter = None
         elif drafter is None:
             drafter = pair.drafter()
-        target = Inside(pair.target, drafter.depths) if drafter is not None and drafter.hears else pair.target
+        target = pair.target_profile.model
+        if drafter is not None and drafter.hears:
+            target = Inside(target, drafter.depths)
         processors = () if self.stepwise else self.processors
         return Round(
             target, pair.target_profile.layers, drafter, Sampling.of(options),
@@ -208,8 +210,7 @@ class Decoder:
     def _submit(self) -> None:
         plan, context = self._plan(), self.context
         context.make_room(self.length + (len(self.flights) + 1) * (self.k_max + 1))
-        step, state = self._step(plan), tuple(context.state)
-        context.state = None  # a buffer with a second owner is copied, not written in place
+        step, state = self._step(plan), context.spend()
         new_state, packed = step(state)
         del state
         mx.async_eval(packed, new_state)
@@ -311,8 +312,10 @@ class Decoder:
 
     def _bucket(self) -> int:
         """How many tokens the draft reads again: what it missed and the pending one, rounded up to
-        a power of two so that few shapes occur, where the history is that long."""
+        a power of two so that few shapes occur, where the history is that long and it may."""
         needed = self.missed + 1
+        if not self.context.drafter.rounds_up:
+            return needed
         bucket = 1 << (needed - 1).bit_length()
         return bucket if bucket <= self.length else needed
 
@@ -345,6 +348,7 @@ class Decoder:
         """Give the caches back to MLX and MLX's to the system, where no later turn builds on them."""
         with _device:
             self.context.state = None
+            self.context.past.clear()
             mx.clear_cache()
 
     def leave(self) -> Memory | None:
@@ -384,5 +388,5 @@ def _check_bounded(pair: Any, options: Options) -> None:
     if pair.draft is not None and options.num_draft_tokens:
         profiles["draft"] = pair.draft_profile
     for role, p in profiles.items():
-        if p.reason or p.windowed:
+        if p.reason or p.windowed or p.recurrent:
             raise ValueError(f"max_kv_size can't be honoured: the {role} makes caches of its own kind; leave it out")

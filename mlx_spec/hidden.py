@@ -19,10 +19,11 @@ from .shapes import Float, Integer
 
 
 class View:
-    """A module whose code sees other attributes in place of some of its own."""
+    """A module whose code sees other attributes in place of some of its own; of a view, a view that
+    has its replacements too."""
 
-    def __init__(self, module: nn.Module, **replaced: Any):
-        self.__dict__.update(replaced, _module=module)
+    def __init__(self, module: nn.Module | View, **replaced: Any):
+        self.__dict__.update(vars(module) if isinstance(module, View) else {"_module": module}, **replaced)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(type(self._module), name, None)
@@ -54,17 +55,21 @@ class Heard(View):
 def trunk(model: nn.Module) -> nn.Module | None:
     """The part that makes the hidden states; None where a model does not set it apart."""
     inner = getattr(model, "model", None)
-    return inner if isinstance(inner, nn.Module) else _below(model, trunk)
+    return inner if _is_module(inner) else _below(model, trunk)
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, (nn.Module, View))
 
 
 def _below(model: nn.Module, then: Callable) -> Any:
     language = getattr(model, "language_model", None)
-    return then(language) if isinstance(language, nn.Module) else None
+    return then(language) if _is_module(language) else None
 
 
 def _with_trunk(model: nn.Module, stand_in: Any, **more: Any) -> View:
     """more: attributes to replace beside the trunk."""
-    if isinstance(getattr(model, "model", None), nn.Module):
+    if _is_module(getattr(model, "model", None)):
         return View(model, model=stand_in, **more)
     return View(model, language_model=_below(model, lambda inner: _with_trunk(inner, stand_in, **more)))
 

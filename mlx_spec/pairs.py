@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters.saved import about, is_saved, load_saved
 from .names import Entry, catalogue, find, locate, pull
-from .drafters.model import ModelDrafter
+from .drafters.model import ModelDrafter, RecurrentDrafter
 from .errors import PairError, SpecError
 from .folder import apply_adapter, load_folder
 from .gguf import default_dtype, load_gguf
@@ -92,13 +92,15 @@ class Pair:
             raise PairError(f"a draft on hidden states can't be used with this target: {target.hidden_reason}; "
                             "use a draft model")
         self.draft.bind(self.target, target.layers[0].dtype)
-        return Profile(self.draft.cache_layers(), target.head_rows)
+        return Profile(self.draft, self.draft.cache_layers(), target.head_rows)
 
     def drafter(self) -> Any:
         """What proposes: a draft on hidden states brings its own, a language model is given one."""
         draft, found = self.draft, self.draft_profile
         if hasattr(draft, "drafter"):
             return draft.drafter(found.layers, self.vocab_size)
+        if found.recurrent:
+            return RecurrentDrafter(found.model, found.layers, self.draft_vocab_size)
         model = draft if found.hidden_reason else last_row(draft)
         return ModelDrafter(model, found.layers, self.draft_vocab_size)
 

@@ -2,8 +2,8 @@
 
 No list of names: the model is run with mlx-lm's caches to see what they hold, then k + 1 rows in
 one pass through device-resident caches are compared with the same rows one at a time. A model
-that keeps recurrent state, looks at an offset from Python or whose rows differ is found here, at
-load, and decodes plainly.
+that looks at an offset from Python, or whose rows or rewound states differ, is found here, at load,
+and decodes plainly.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from functools import partial
 from typing import Any, Callable
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from .cache import Cursor, Full, Layer, Pass, Quantized, Ring, adopt, rung
 from .hidden import why_hidden
+from .recurrent.mixer import for_rounds
+from .recurrent.state import Recurrent
 
 KEEP = 4  # tokens that a bounded cache never drops, as in mlx-lm
 ROWS = 4
@@ -29,9 +31,11 @@ TOLERANCE_FLOAT32, TOLERANCE_HALF = 1e-3, 0.25
 class Profile:
     """A model's caches, one Layer each; or, in `reason`, why it can only decode plainly.
 
+    model: what rounds run: the model itself, or one with stand-ins where it keeps recurrent state.
     hidden_reason: why its hidden states can't be read, None where they can.
     """
 
+    model: Any = None
     layers: tuple[Layer, ...] = ()
     head_rows: int = 0
     reason: str | None = None
@@ -44,7 +48,8 @@ class Profile:
         if max_kv_size is not None:
             return tuple(self._bounded(layer, max_kv_size, slack) for layer in self.layers)
         if kv_bits is not None:
-            return tuple(Quantized.like(layer, kv_bits, kv_group_size) for layer in self.layers)
+            return tuple(Quantized.like(layer, kv_bits, kv_group_size) if isinstance(layer, Full) else layer
+                         for layer in self.layers)
         return tuple(replace(layer, slack=slack) if isinstance(layer, Ring) else layer for layer in self.layers)
 
     @staticmethod
@@ -54,6 +59,10 @@ class Profile:
     @property
     def windowed(self) -> bool:
         return any(isinstance(layer, Ring) for layer in self.layers)
+
+    @property
+    def recurrent(self) -> bool:
+        return any(isinstance(layer, Recurrent) for layer in self.layers)
 
 
 def prompt_cache(model: Callable, max_kv_size: int | None = None) -> list[Any]:
@@ -69,26 +78,48 @@ def profile(model: Callable) -> Profile:
     caches = make_prompt_cache(model)
     logits = model(mx.zeros((1, 2), mx.uint32), cache=caches)
     head_rows = logits.shape[-1]
-    odd = sorted({type(c).__name__ for c in caches if type(c) not in (KVCache, RotatingKVCache)})
+    odd = sorted({type(c).__name__ for c in caches if type(c) not in (KVCache, RotatingKVCache, ArraysCache)})
     if odd:
-        return Profile((), head_rows, f"it keeps its past in {', '.join(odd)}, which can't be rewound yet")
-    if any(c.keys is None for c in caches):
-        return Profile((), head_rows, "some of its caches are filled in a way of its own")
-    layers = tuple(Ring.like(c, slack=2 * ROWS) if type(c) is RotatingKVCache else Full.like(c) for c in caches)
-    reason = _compare(model, layers, head_rows)
-    return Profile(() if reason else layers, head_rows, reason, why_hidden(model, partial(make_prompt_cache, model)))
+        return Profile(model, (), head_rows, f"it keeps its past in {', '.join(odd)}, which can't be rewound yet")
+    if any(c.empty() for c in caches):
+        return Profile(model, (), head_rows, "some of its caches are filled in a way of its own")
+    layers = tuple(_like(c, logits.dtype) for c in caches)
+    runs, layers, reason = _runs(model, layers, head_rows)
+    return Profile(runs, layers, head_rows, reason, why_hidden(model, partial(make_prompt_cache, model)))
+
+
+def _like(cache: Any, dtype: mx.Dtype) -> Layer | Recurrent:
+    if type(cache) is ArraysCache:
+        return Recurrent(len(cache.cache), dtype)
+    return Ring.like(cache, slack=2 * ROWS) if type(cache) is RotatingKVCache else Full.like(cache)
+
+
+def _runs(model: Callable, layers: tuple, head_rows: int) -> tuple[Callable, tuple, str | None]:
+    """The model as rounds run it, its layers, and why it can't be rewound."""
+    if not any(isinstance(layer, Recurrent) for layer in layers):
+        reason = _compare(model, model, layers, head_rows)
+        return model, () if reason else layers, reason
+    try:
+        runs = for_rounds(model, make_prompt_cache(model))
+    except ValueError as error:
+        return model, (), str(error)
+    for masked in (True, False):
+        tried = tuple(replace(x, masked=masked) if isinstance(x, Recurrent) else x for x in layers)
+        reason = _compare(model, runs, tried, head_rows)
+        if reason is None:
+            return runs, tried, None
+    return model, (), reason
 
 
 def why_not_quantised(pair: Any, profile: Profile, bits: int, group_size: int) -> str | None:
     """Why a model can't keep quantised keys and values, found by running it once with them."""
-    model = pair.target if profile is pair.target_profile else pair.draft
-    key = (model is pair.target, bits, group_size)
+    key = (profile is pair.target_profile, bits, group_size)
     if key not in pair.quantised:
-        pair.quantised[key] = _try_quantised(model, profile, bits, group_size)
+        pair.quantised[key] = _try_quantised(profile, bits, group_size)
     return pair.quantised[key]
 
 
-def _try_quantised(model: Callable, profile: Profile, bits: int, group_size: int) -> str | None:
+def _try_quantised(profile: Profile, bits: int, group_size: int) -> str | None:
     if profile.reason:
         return profile.reason
     if profile.windowed:
@@ -96,31 +127,58 @@ def _try_quantised(model: Callable, profile: Profile, bits: int, group_size: int
     layers = profile.for_request(0, kv_bits=bits, kv_group_size=group_size)
     try:
         state = [layer.buffers(rung(1)) for layer in layers]
-        mx.eval(Pass(model, layers, state, Cursor(mx.array(0), 256))(mx.array([[0, 1]])))
+        mx.eval(Pass(profile.model, layers, state, Cursor(mx.array(0), 256))(mx.array([[0, 1]])))
     except Exception as error:
         return f"its attention can't read them ({str(error).splitlines()[0][:80]})"
     return None
 
 
-def _compare(model: Callable, layers: tuple[Layer, ...], head_rows: int) -> str | None:
+def _compare(model: Callable, runs: Callable, layers: tuple, head_rows: int) -> str | None:
+    """Why a pass of `runs` over several rows, of which some stand, is no replacement for single
+    rows of the model; None where it is."""
     prompt, rows = (ids[None] % head_rows for ids in (mx.arange(1, 6), mx.arange(6, 6 + ROWS)))
     single = make_prompt_cache(model)
     model(prompt, cache=single)
-    expected = mx.concatenate([model(rows[:, i : i + 1], cache=single) for i in range(ROWS)], axis=1)
+    expected, states = [], [_recurrent(layers, single)]
+    for i in range(ROWS):
+        expected.append(model(rows[:, i : i + 1], cache=single))
+        states.append(_recurrent(layers, single))
     caches = make_prompt_cache(model)
     model(prompt, cache=caches)
     state = adopt(layers, caches, rung(1))
 
-    def one_pass(state: list, offset: mx.array) -> mx.array:
-        return Pass(model, layers, state, Cursor(offset, 256))(rows)
+    def one_pass(state: list, offset: mx.array, stand: mx.array) -> tuple[mx.array, list]:
+        run = Pass(runs, layers, state, Cursor(offset, 256))
+        logits = run(rows)
+        return logits, [a for layer, a in zip(layers, run.kept(stand)) if isinstance(layer, Recurrent)]
 
     try:
+        expected = mx.concatenate(expected, axis=1)
         # Traced, so that a model that looks at an array from Python can't hide it.
-        got = mx.compile(one_pass)(state, mx.array(prompt.shape[1]))
-        mx.eval(expected, got)
+        mx.compile(one_pass)(state, mx.array(prompt.shape[1]), mx.array(ROWS))
+        passes = [one_pass(state, mx.array(prompt.shape[1]), mx.array(n)) for n in range(1, ROWS + 1)]
+        mx.eval(expected, passes[0])
+        if not all(_nearest(made, states, n) for n, (_, made) in enumerate(passes, 1)):
+            return "its recurrent states can't be made for fewer rows than a pass had"
     except Exception as error:
         return f"it can't run on device-resident caches ({str(error).splitlines()[0][:80]})"
-    return _distance(expected, got)
+    return _distance(expected, passes[0][0])
+
+
+def _recurrent(layers: tuple, caches: list) -> list[tuple]:
+    return [tuple(c.cache) for layer, c in zip(layers, caches) if isinstance(layer, Recurrent)]
+
+
+def _nearest(made: list[tuple], states: list[list[tuple]], n: int) -> bool:
+    """Whether every array of the states made for n rows is that of single rows, but for rounding:
+    by far nearer to it than to the one a row before."""
+    for ours, own, before in zip(made, states[n], states[n - 1]):
+        for a, b, other in zip(ours, own, before, strict=True):
+            a, b, other = (x.astype(mx.float32) for x in (a, b, other))
+            scale = TOLERANCE_FLOAT32 * mx.linalg.norm(b) if own[0].dtype == mx.float32 else mx.linalg.norm(b - other) / 4
+            if not (mx.linalg.norm(a - b) <= scale).item():
+                return False
+    return True
 
 
 def _distance(expected: mx.array, got: mx.array) -> str | None:

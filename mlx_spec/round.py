@@ -55,7 +55,10 @@ class Plan(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What a drafter proposes. logprobs: the law each token was drawn from, None if it was certain."""
+    """What a drafter proposes. logprobs: the law each token was drawn from, None if it was certain.
+
+    state: the drafter's for the next round, or a function that makes it of how many were accepted.
+    """
 
     tokens: Integer[mx.array, "batch k"]
     logprobs: Float[mx.array, "batch k vocab"] | None
@@ -116,15 +119,15 @@ class Round:
     context: int = 0
 
     def __call__(self, state: State, plan: Plan) -> tuple[State, Integer[mx.array, "batch packed"]]:
-        proposal, logits, caches = self.score(state, plan)
+        proposal, logits, target = self.score(state, plan)
         logits = self._rows(logits, state, plan, proposal.tokens)
         accepted, token = self.judge(logits, state.length, state.keys, proposal)
         emitted = emit(accepted, token, proposal.tokens)
-        after = advance(state, emitted, accepted, caches, proposal.state)
+        after = advance(state, emitted, accepted, target, proposal.state)
         return after, pack(accepted, emitted, logits)
 
-    def score(self, state: State, plan: Plan) -> tuple[Proposal, Float[mx.array, "batch rows vocab"], list[Arrays]]:
-        """The drafts, and the target's logits after the pending token and after each of them."""
+    def score(self, state: State, plan: Plan) -> tuple[Proposal, Float[mx.array, "batch rows vocab"], Pass]:
+        """The drafts, the target's logits after the pending token and after each of them, and its pass."""
         proposal = self._propose(state, plan)
         rows = mx.concatenate([newest(state, 1), proposal.tokens], axis=1)
         target = Pass(self.model, self.layers, state.target, Cursor(state.length[0] - 1, plan.bound))
@@ -132,7 +135,7 @@ class Round:
         if self._hears:
             logits, states = logits
             proposal = proposal._replace(state=self.drafter.hear(proposal.state, states, state.length))
-        return proposal, fit(logits, self.vocab), target.state
+        return proposal, fit(logits, self.vocab), target
 
     @property
     def _hears(self) -> bool:
@@ -235,11 +238,12 @@ def emit(
 
 
 def advance(
-    state: State, emitted: mx.array, accepted: mx.array, target: list[Arrays], drafter: Any
+    state: State, emitted: mx.array, accepted: mx.array, target: Pass, drafter: Any
 ) -> State:
-    """The state after a round. Only the length says how much of what was written stands."""
+    """The state after a round. Of keys and values only the length says how much stands."""
     history = mx.slice_update(state.history, emitted, state.length, (1,))
-    return State(history, state.length + accepted + 1, state.keys, target, drafter)
+    drafter = drafter(accepted) if callable(drafter) else drafter
+    return State(history, state.length + accepted + 1, state.keys, target.kept(accepted[0] + 1), drafter)
 
 
 def fit(logits: Float[mx.array, "*rows head"], vocab: int) -> Float[mx.array, "*rows vocab"]:

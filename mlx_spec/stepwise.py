@@ -12,6 +12,7 @@ from typing import Any, Callable, Sequence
 
 import mlx.core as mx
 
+from .cache import Pass
 from .round import Plan, Proposal, Round, State, advance, pack
 from .sampling import Processor, run
 
@@ -22,7 +23,7 @@ def stepwise(round: Round, processors: Sequence[Processor], plan: Plan, history:
 
     def step(arrays: tuple) -> tuple[tuple, mx.array]:
         state = State(*arrays)
-        proposal, logits, caches = single.score(state, plan)
+        proposal, logits, target = single.score(state, plan)
         emitted, rows = [], []
         for i in range(plan.num_draft_tokens + 1):
             row = logits[:, i]
@@ -36,7 +37,7 @@ def stepwise(round: Round, processors: Sequence[Processor], plan: Plan, history:
             emitted.append((draft.tokens[0, 0] if kept else token[0]).item())
             if not kept:
                 break
-        return _settle(state, plan, emitted, rows, caches, proposal)
+        return _settle(state, plan, emitted, rows, target, proposal)
 
     return step
 
@@ -47,11 +48,11 @@ def _one(proposal: Proposal, i: int) -> Proposal:
     return Proposal(proposal.tokens[:, i : i + 1], law, None)
 
 
-def _settle(state: State, plan: Plan, emitted: list, rows: list, caches: list, proposal: Proposal) -> tuple:
+def _settle(state: State, plan: Plan, emitted: list, rows: list, target: Pass, proposal: Proposal) -> tuple:
     """The same state and packed array as a round in the graph."""
     unused = plan.num_draft_tokens + 1 - len(emitted)
     tokens = mx.array([emitted + [0] * unused], dtype=mx.uint32)
     logits = mx.stack(rows + [mx.zeros_like(rows[0])] * unused, axis=1)
     accepted = mx.array([len(emitted) - 1])
-    after = advance(state, tokens, accepted, caches, proposal.state)
+    after = advance(state, tokens, accepted, target, proposal.state)
     return tuple(after), pack(accepted, tokens, logits)

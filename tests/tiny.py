@@ -201,7 +201,7 @@ def randomise(model: nn.Module, seed: int) -> nn.Module:
 def noisy_copy(model: nn.Module, scale: float | None = None, seed: int = 1) -> nn.Module:
     """A draft that agrees in part: a copy with noise of `scale` times each weight's standard deviation."""
     scale = NOISE_OF.get(model.model_type, NOISE) if scale is None else scale
-    copy = type(model)(model.args)
+    copy = type(model)(getattr(model, "args", None) or model.config)
     weights = tree_flatten(model.parameters())
     keys = mx.random.split(mx.random.key(NOISE_KEY + seed), len(weights))
     new = [(path, w + scale * mx.std(w) * mx.random.normal(w.shape, key=k)) for (path, w), k in zip(weights, keys)]

@@ -25,6 +25,7 @@ class ModelDrafter:
     layers: tuple[Layer, ...]
     vocab: int
     hears = False
+    rounds_up = True  # may read more tokens again than it has missed
 
     @property
     def signature(self) -> tuple:
@@ -49,8 +50,15 @@ class ModelDrafter:
         draft(self._known(mx.array([tokens], dtype=mx.uint32)))
         return draft.state
 
+    def begin(self, caches: list, read: int) -> Any:
+        """Its state when `read` tokens are in the caches."""
+        return caches
+
+    def caches(self, state: Any) -> list:
+        return state
+
     def grow(self, state: Any, capacity: int) -> None:
-        grow(self.layers, state, capacity)
+        grow(self.layers, self.caches(state), capacity)
 
     def _open(self, state: Any, offset: mx.array, bound: int) -> Pass:
         return Pass(self.model, self.layers, state, Cursor(offset, bound))
@@ -58,3 +66,54 @@ class ModelDrafter:
     def _known(self, tokens: mx.array) -> mx.array:
         return mx.minimum(tokens, self.vocab - 1)
 
+
+
+@dataclass(frozen=True, eq=False)
+class RecurrentDrafter(ModelDrafter):
+    """A draft model with recurrent state, which must read no token twice.
+
+    Its state: the caches, and how many tokens are in them. A round starts right there and may read
+    one token past the newest, because the host does not know how much a round in flight will have
+    kept; so the state after the newest is made as after a target's pass. Of the single steps each
+    leaves a state, and the accepted count chooses one.
+    """
+
+    rounds_up = False
+
+    def propose(self, state: State, plan: Plan, choose: Choose) -> Proposal:
+        caches, read = state.drafter
+        first = self._open(caches, read[0], plan.bound)
+        rows = mx.take_along_axis(state.history, read[:, None] + mx.arange(plan.catch_up), axis=1)
+        unread = state.length - read
+        logits = mx.take_along_axis(first(self._known(rows)), unread[:, None, None] - 1, axis=1)[:, 0]
+        stages, tokens, logprobs = [first.kept(unread[0])], [], []
+        while True:
+            token, law = choose(logits, tokens)
+            tokens.append(token)
+            logprobs.append(law)
+            if len(tokens) == plan.num_draft_tokens:
+                break
+            step = self._open(stages[-1], state.length[0] + len(stages) - 1, plan.bound)
+            logits = step(self._known(token[:, None]))[:, -1]
+            stages.append(step.state)
+
+        def after(accepted: mx.array) -> tuple[list, mx.array]:
+            stand = mx.minimum(accepted, len(stages) - 1)
+            chosen = [layer.choose(list(made), stand[0]) for layer, made in zip(self.layers, zip(*stages))]
+            return chosen, state.length + stand
+
+        known = None if logprobs[0] is None else mx.stack(logprobs, axis=1)
+        return Proposal(mx.stack(tokens, axis=1), known, after)
+
+    def read(self, state: Any, tokens: Sequence[int], start: int, bound: int) -> Any:
+        caches, read = state
+        known = read.item() - start
+        if known >= len(tokens):
+            return state
+        return super().read(caches, tokens[known:], start + known, bound), mx.array([start + len(tokens)])
+
+    def begin(self, caches: list, read: int) -> tuple[list, mx.array]:
+        return caches, mx.array([read])
+
+    def caches(self, state: Any) -> list:
+        return state[0]
