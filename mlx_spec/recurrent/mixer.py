@@ -72,16 +72,16 @@ class Call:
 
 
 def _swapped(argument: Any, cache: OpenState, row: int) -> Any:
-    """The argument, with another cache where it is one, or holds one."""
+    """The argument, with another cache where it is one, or holds one among several."""
     if isinstance(argument, OpenState):
         return cache
     if _state_in(argument) is None:
         return argument
-    return tuple(cache if isinstance(c, OpenState) else Silent(c.offset + row) for c in argument.caches)
+    return [cache if isinstance(c, OpenState) else Silent(c.offset + row) for c in argument]
 
 
 def _state_in(argument: Any) -> OpenState | None:
-    caches = getattr(argument, "caches", (argument,))
+    caches = argument if isinstance(argument, list) else [argument]
     return next((c for c in caches if isinstance(c, OpenState)), None)
 
 

@@ -102,7 +102,7 @@ def train(recipe: Recipe, tell: Tell = lambda stage: None) -> Report:
     """Train a draft and save it in recipe.out. Raises SpecError; KeyboardInterrupt leaves a checkpoint."""
     started = time.perf_counter()
     pair = load(recipe.target, draft=False)
-    _check(pair)
+    _check(pair, recipe.kind)
     depths = read_depths(recipe.kind, pair.target, recipe.depths)
     store = _states(pair, recipe, depths, tell)
     student = _student(pair, recipe, depths, store)
@@ -116,9 +116,11 @@ def train(recipe: Recipe, tell: Tell = lambda stage: None) -> Report:
     return report
 
 
-def _check(pair: Pair) -> None:
+def _check(pair: Pair, kind: str) -> None:
     profile = pair.target_profile
     reason = profile.reason or profile.hidden_reason
+    if reason is None and kind == "draft" and profile.recurrent:
+        reason = "layers with recurrent state can't be left out; take --kind heads or mlp"
     if reason is None and (output(pair.target) is None or embedding(pair.target) is None):
         reason = "its embedding and head are not where a draft could share them"
     if reason:
