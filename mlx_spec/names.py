@@ -77,6 +77,13 @@ def find(name: str) -> Entry | None:
     return _entries().get(name)
 
 
+def need(name: str) -> Entry:
+    """As `find`. Raises PairError."""
+    if (entry := find(name)) is None:
+        raise PairError(f"no pair has the name {name!r}; pairs are: {', '.join(e.name for e in catalogue())}")
+    return entry
+
+
 def locate(name: str, revision: str | None = None, on_progress: OnProgress | None = None) -> Path:
     """The folder or .gguf file that `name` means, a pair's (its target), a path or a hub repository; downloaded when it
     is not here. What looks like a path is never looked up on the hub. Raises PairError and DownloadError."""

@@ -6,7 +6,6 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from ..errors import PairError
 from ..types import KV_BITS, KV_GROUP_SIZES, MAX_DRAFT_TOKENS, VERIFY_RULES, Options
 
 
@@ -30,11 +29,10 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 
 def load_pair(args: argparse.Namespace) -> Any:
     """The pair that the flags name. Raises PairError and DownloadError."""
-    from ..pairs import catalogue, find, load
+    from ..names import need
+    from ..pairs import load
 
-    pair = "demo" if args.pair is None else args.pair
-    if find(pair) is None:
-        raise PairError(f"no pair has the name {pair!r}; pairs are: {', '.join(e.name for e in catalogue())}")
+    pair = need("demo" if args.pair is None else args.pair).name
     given = ("adapter_path", "draft_adapter_path", "revision", "draft_revision", "trust_remote_code")
     return load(pair if args.target is None else args.target, args.draft_model if args.num_draft_tokens else False,
                 draft_required=not args.draft_optional, **{name: getattr(args, name) for name in given})

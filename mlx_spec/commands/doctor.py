@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from ..errors import PairError
 from . import FAILED
 
 HELP = "is this machine set up well?"
@@ -18,13 +17,10 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..doctor import findings
-    from ..names import catalogue, find
+    from ..names import need
 
-    entry = find(args.pair)
-    if entry is None:
-        raise PairError(f"no pair has the name {args.pair!r}; pairs are: {', '.join(e.name for e in catalogue())}")
     bad = False
-    for finding in findings(entry):
+    for finding in findings(need(args.pair)):
         print(f"{'!' if finding.todo else ' '} {finding.name:<9} {finding.found}", flush=True)
         if finding.todo:
             print(f"            -> {finding.todo}", flush=True)

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,9 @@ def run(args: argparse.Namespace) -> int:
     from ..train.loop import Schedule
     from ..train.run import Recipe, train
 
-    names = ("epochs", "batch_tokens", "learning_rate", "unroll", "every", "seed")
-    schedule = Schedule(**{name: getattr(args, name) for name in names})
-    recipe = Recipe(args.target, args.kind, Path(args.out), args.tokens, args.data and Path(args.data), args.own,
-                    args.begin and Path(args.begin), args.layers,
-                    args.vocab, args.depths and tuple(args.depths), args.bits, args.max_length, args.resume, schedule)
+    schedule, facts = ({f.name: getattr(args, f.name) for f in fields(kind) if hasattr(args, f.name)}
+                       for kind in (Schedule, Recipe))
+    recipe = Recipe(**facts, schedule=Schedule(**schedule))
     try:
         report = train(recipe, _Bar().tell)
     except KeyboardInterrupt:
@@ -74,35 +73,36 @@ draft:       {out}; use it with --draft-model {out}"""
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what")
-    group.add_argument("--target", metavar="MODEL", required=True, help="owner/name on the hub, a folder, a .gguf file, a pair's name")
-    group.add_argument("--kind", choices=("draft", "heads", "mlp"), required=True,
-                       help="draft: some of the target's layers; heads: a layer on its hidden states, as in EAGLE; "
-                            "mlp: a multi-head speculator")
-    group.add_argument("--out", metavar="DIR", required=True, help="where the draft goes; DIR/work holds text, states, checkpoint")
-    group.add_argument("--layers", type=int, metavar="N",
-                       help="of a draft (default: a sixth of the target's) or heads (default: 1); of an mlp, its steps (default: 4)")
-    group.add_argument("--vocab", type=int, default=8192, metavar="N",
-                       help="output ids, the most frequent ones; fewer make a step cheaper")
-    group.add_argument("--depths", type=int, nargs="*", metavar="N",
-                       help="with heads: layers after which the target is read, beside its end (default: low, middle, high)")
-    group.add_argument("--bits", type=int, choices=(16, 8, 4), default=8, help="of the saved weights")
-    group = parser.add_argument_group("text")
-    group.add_argument("--tokens", type=_count, default="2M", metavar="N", help="answer tokens, as 500000, 500K or 2M")
-    group.add_argument("--data", metavar="PATH", help="a .jsonl file or a folder of .jsonl, .txt, .md: prompts, conversations, "
-                                                      "documents (default: the target makes up user turns)")
-    group.add_argument("--own", type=_count, default=0, metavar="N", help="answer tokens that the target writes beside --data (default: none)")
-    group.add_argument("--max-length", type=int, default=512, metavar="N", help="tokens of a text at most")
-    group = parser.add_argument_group("training")
-    group.add_argument("--begin", metavar="DIR", help="an earlier draft of this kind to go on from (default: new weights)")
-    group.add_argument("--epochs", type=float, default=3.0, metavar="X", help="times over the text")
-    group.add_argument("--batch-tokens", type=int, default=4096, metavar="N", help="tokens of a step")
-    group.add_argument("--learning-rate", type=float, default=1e-3, metavar="X", help="at its highest")
-    group.add_argument("--unroll", type=int, default=3, metavar="N", help="with heads: draft tokens trained for")
-    group.add_argument("--every", type=int, default=100, metavar="N", help="steps between checkpoints")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of weights, text and order")
-    group.add_argument("--resume", action="store_true", help="go on from the checkpoint in DIR/work")
-    group.add_argument("--json", action="store_true", help="the report as one JSON record on stdout")
+    add = parser.add_argument_group("what").add_argument
+    add("--target", metavar="MODEL", required=True, help="owner/name on the hub, a folder, a .gguf file, a pair's name")
+    add("--kind", choices=("draft", "heads", "mlp"), required=True,
+        help="draft: some of the target's layers; heads: a layer on its hidden states, as in EAGLE; "
+             "mlp: a multi-head speculator")
+    add("--out", type=Path, metavar="DIR", required=True,
+        help="where the draft goes; DIR/work holds text, states, checkpoint")
+    add("--layers", type=int, metavar="N", help="of a draft (default: a sixth of the target's) or heads (default: 1); "
+                                                "of an mlp, its steps (default: 4)")
+    add("--vocab", type=int, default=8192, metavar="N",
+        help="output ids, the most frequent ones; fewer make a step cheaper")
+    add("--depths", type=int, nargs="*", metavar="N", help="with heads: layers after which the target is read, beside "
+                                                           "its end (default: low, middle, high)")
+    add("--bits", type=int, choices=(16, 8, 4), default=8, help="of the saved weights")
+    add = parser.add_argument_group("text").add_argument
+    add("--tokens", type=_count, default="2M", metavar="N", help="answer tokens, as 500000, 500K or 2M")
+    add("--data", type=Path, metavar="PATH", help="a .jsonl file or a folder of .jsonl, .txt, .md: prompts, conversations, "
+                                                  "documents (default: the target makes up user turns)")
+    add("--own", type=_count, default=0, metavar="N", help="answer tokens that the target writes beside --data (default: none)")
+    add("--max-length", type=int, default=512, metavar="N", help="tokens of a text at most")
+    add = parser.add_argument_group("training").add_argument
+    add("--begin", type=Path, metavar="DIR", help="an earlier draft of this kind to go on from (default: new weights)")
+    add("--epochs", type=float, default=3.0, metavar="X", help="times over the text")
+    add("--batch-tokens", type=int, default=4096, metavar="N", help="tokens of a step")
+    add("--learning-rate", type=float, default=1e-3, metavar="X", help="at its highest")
+    add("--unroll", type=int, default=3, metavar="N", help="with heads: draft tokens trained for")
+    add("--every", type=int, default=100, metavar="N", help="steps between checkpoints")
+    add("--seed", type=int, default=0, metavar="N", help="of weights, text and order")
+    add("--resume", action="store_true", help="go on from the checkpoint in DIR/work")
+    add("--json", action="store_true", help="the report as one JSON record on stdout")
 
 
 def _count(text: str) -> int:
