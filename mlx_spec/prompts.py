@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 Message = Mapping[str, str]
 Turns = list[dict[str, str]]  # messages that were checked
+Encoded = tuple[list[int], tuple[str, ...]]  # ids, notes
 
 ROLES = ("system", "user", "assistant", "tool")
 PLAIN_TEXT = "plain-text mode: this model has no chat template; an instruct variant of it answers better"
@@ -21,13 +22,11 @@ MERGED = "the chat template wants alternating roles: turns in a row by the same 
 
 
 def encode(tokenizer: TokenizerWrapper | None, prompt: str | Sequence[int] | Sequence[Message], *,
-           vocab_size: int | None = None, template_options: Mapping[str, Any] | None = None,
-           ) -> tuple[list[int], tuple[str, ...]]:
-    """Token ids of a prompt, at least one, and notes on what was done to it.
+           vocab_size: int | None = None, template_options: Mapping[str, Any] | None = None) -> Encoded:
+    """Token ids of a prompt and notes on what was done to it. Raises ValueError.
 
-    prompt: text, encoded as mlx-lm's `stream_generate` does; ids from 0 to vocab_size - 1; or
-    messages {"role", "content"}, put through the chat template with `template_options`.
-    An empty prompt is the tokenizer's start token. Raises ValueError.
+    prompt: text, encoded as mlx-lm's `stream_generate` does; ids from 0 to vocab_size - 1; or messages
+    {"role", "content"}, put through the chat template. An empty prompt is the tokenizer's start token.
     """
     notes: tuple[str, ...] = ()
     is_text = isinstance(prompt, str)
@@ -89,7 +88,7 @@ def _checked_messages(messages: list[Any]) -> Turns:
     return checked
 
 
-def _encode_messages(tokenizer: TokenizerWrapper, messages: Turns, options: dict) -> tuple[list[int], tuple[str, ...]]:
+def _encode_messages(tokenizer: TokenizerWrapper, messages: Turns, options: dict) -> Encoded:
     if not tokenizer.has_chat_template:
         return _encode_text(tokenizer, _as_text(messages)), (PLAIN_TEXT,)
     failure, folded = None, _folded(messages)
@@ -116,9 +115,9 @@ def _folded(messages: Turns) -> Turns:
     if not system:
         return messages
     rest = [dict(m) for m in messages if m["role"] != "system"]
-    if not any(m["role"] == "user" for m in rest):
-        rest.insert(0, {"role": "user", "content": ""})
-    first = next(m for m in rest if m["role"] == "user")
+    first = next((m for m in rest if m["role"] == "user"), None)
+    if first is None:
+        rest.insert(0, first := {"role": "user", "content": ""})
     first["content"] = "\n\n".join(text for text in (*system, first["content"]) if text)
     return rest
 

@@ -1,8 +1,7 @@
 """A round whose logits processors may keep state: judged position by position, on the host.
 
-Such a processor must see each kept position once, in order, and no rejected one; so after the
-drafts and the target's pass are on the device, every position is processed, judged and read
-before the next. More reads and nothing in flight, but the same law and the same state.
+Such a processor must see each kept position once, in order, and no rejected one. So every position is processed,
+judged and read before the next: more reads and nothing in flight, but the same law and the same state.
 """
 
 from __future__ import annotations

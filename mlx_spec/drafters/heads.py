@@ -28,8 +28,8 @@ from .shared import Shared
 
 @dataclass
 class HeadsArgs(BaseModelArgs):
-    """config.json of a head. depths: the layers after which the target's states are read, beside
-    its final ones. vocab_size: output ids; fewer than the target's means a reduced vocabulary."""
+    """config.json of a head. depths: layers after which the target's states are read, beside its final ones.
+    vocab_size: output ids, the target's or fewer."""
 
     hidden_size: int
     vocab_size: int
@@ -82,8 +82,7 @@ class Heads(nn.Module):
         return tuple(self.args.depths)
 
     def bind(self, target: nn.Module, dtype: mx.Dtype) -> None:
-        """Share the target's embedding and, for the output ids, its head; compute in its dtype.
-        Raises PairError."""
+        """Share the target's embedding and head, and compute in its dtype. Raises PairError."""
         self.shared = Shared(target, self.ids, self.args.hidden_size, self.depths)
         self.set_dtype(dtype)
 
@@ -131,8 +130,7 @@ class Heads(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class HeadsDrafter:
-    """Proposes k tokens one after the other. Its state: caches, the target's states of the last
-    round's rows, and the position that the first of them belongs to."""
+    """Its state: caches, the target's states of the last round's rows, and the position of the first of them."""
 
     model: Heads
     layers: tuple[Layer, ...]

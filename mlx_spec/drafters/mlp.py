@@ -62,8 +62,7 @@ class Norm(nn.RMSNorm):
 
 
 class Mlp(nn.Module):
-    """The trained part. Tied heads share everything but the first projection, whose input is wider
-    or narrower. `bind` adds what belongs to the target."""
+    """The trained part. Tied heads share everything but the first projection, whose input has another width."""
 
     depths = ()
 
@@ -94,8 +93,7 @@ class Mlp(nn.Module):
         return math.sqrt((1 - state**2) * self.args.inner_dim / 2) / state
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """From the names of the published checkpoints: with a prefix, and tied weights stored for
-        one head or for each."""
+        """From the names of published checkpoints: with a prefix, tied weights stored once or for each head."""
         kept: dict[str, mx.array] = {}
         for name, weight in sorted(weights.items()):
             part, _, rest = name.removeprefix("speculator.").partition(".")
@@ -138,8 +136,8 @@ class Mlp(nn.Module):
 
     def unroll(self, tokens: Integer[mx.array, "batch rows"], states: Sequence[Float[mx.array, "batch rows dim"]],
                steps: int) -> list[Float[mx.array, "batch rows inner"]]:
-        """For training: the drafts that start at every row at once. Step s of row i has seen tokens
-        i .. i + s and the target's state before token i, and predicts token i + s + 1."""
+        """For training: the drafts that start at every row at once. Step s of row i has seen tokens i .. i + s and the
+        target's state before token i, and predicts token i + s + 1."""
         state, found = self.enter(mx.pad(states[-1], ((0, 0), (1, 0), (0, 0)))[:, :-1]), []
         for s in range(steps):
             state = self(mx.roll(tokens, -s, axis=1), state, s)
@@ -160,8 +158,7 @@ def _at(layers: list, step: int) -> nn.Module:
 
 @dataclass(frozen=True, eq=False)
 class MlpDrafter:
-    """Proposes at most `largest` tokens one after the other. Its state: the target's final states of
-    the last round's rows, and the position after the first of them."""
+    """Its state: the target's final states of the last round's rows, and the position after the first of them."""
 
     model: Mlp
     vocab: int
@@ -199,8 +196,7 @@ class MlpDrafter:
         return states[-1], start
 
     def leave(self, state: State, kept: int, bound: int) -> tuple[list, list[mx.array] | None]:
-        """For a later turn, when all but `kept` tokens are forgotten: no caches, and the target's
-        state that the next token is read with, None where it is gone."""
+        """As a head does; it has no caches."""
         heard, start = state.drafter
         row = kept - start.item()
         return [], [heard[:, row : row + 1]] if row >= 0 else None

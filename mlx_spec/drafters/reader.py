@@ -19,10 +19,8 @@ class Reader:
     """
 
     def __init__(self, module: nn.Module, target: nn.Module, caches: list[Any], last: list[mx.array] | None = None):
-        self.module, self.caches = module, caches
-        self.inside = Inside(target, module.depths)
-        dim = module.args.hidden_size
-        self.last = last or [mx.zeros((1, 1, dim)) for _ in (*module.depths, "final")]
+        self.module, self.caches, self.inside = module, caches, Inside(target, module.depths)
+        self.last = last or [mx.zeros((1, 1, module.args.hidden_size)) for _ in (*module.depths, "final")]
 
     def __call__(self, tokens: Integer[mx.array, "batch rows"], cache: list[Any]) -> None:
         states = self.inside.states(tokens, cache)

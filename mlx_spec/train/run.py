@@ -2,8 +2,6 @@
 
     OUT/                 the draft: config.json and weights, what `load(target, draft=OUT)` wants
     OUT/work/            text, hidden states, checkpoint: to go on with --resume; may be deleted
-
-Every stage finds what an earlier run of it left behind. Knows nothing of terminals.
 """
 
 from __future__ import annotations
@@ -145,22 +143,21 @@ def _write(pair: Pair, recipe: Recipe, tokens: int, tell: Tell, prompts: Iterato
                       lambda done: tell(Stage("text", done, tokens)))
 
 
+def _read(pair: Pair, recipe: Recipe, path: Path) -> Iterator[Example]:
+    return text.read(path, pair.tokenizer, recipe.max_length, pair.vocab_size)
+
+
 def _own(pair: Pair, recipe: Recipe, tell: Tell) -> Iterator[Example]:
     if recipe.own:
-        yield from text.read(_write(pair, recipe, recipe.own, tell, folder="own"), pair.tokenizer, recipe.max_length,
-                             pair.vocab_size)
+        yield from _read(pair, recipe, _write(pair, recipe, recipe.own, tell, folder="own"))
 
 
 def _with_answers(pair: Pair, recipe: Recipe, source: Path, tell: Tell) -> Iterator[Example]:
     """Texts as they are; the prompts among them are answered by the target first."""
-    def read(path: Path) -> Iterator[Example]:
-        return text.read(path, pair.tokenizer, recipe.max_length, pair.vocab_size)
-
-    yield from (t for t in read(source) if t.answer)
-    asked = (t.prompt for t in read(source) if not t.answer)
-    first = next(asked, None)
-    if first is not None:
-        yield from read(_write(pair, recipe, recipe.tokens, tell, chain([first], asked)))
+    yield from (t for t in _read(pair, recipe, source) if t.answer)
+    asked = (t.prompt for t in _read(pair, recipe, source) if not t.answer)
+    if (first := next(asked, None)) is not None:
+        yield from _read(pair, recipe, _write(pair, recipe, recipe.tokens, tell, chain([first], asked)))
 
 
 def _limited(texts: Iterator[Example], tokens: int) -> Iterator[Example]:
