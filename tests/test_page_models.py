@@ -2,6 +2,7 @@
 and other visitors are difficult."""
 
 import gc
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -82,6 +83,22 @@ def test_nothing_after_the_end_token_reaches_the_page(open_page, temperature):
         assert "".join(text for text, _ in visitor.reply.lanes[name].pieces) == "Hi."
         assert "user" not in seen[page.replies[name]].rpartition('class="reply"')[2]
     assert "identical" in seen[page.verdict] and visitor.messages[-1]["content"] == "Hi."
+
+
+def test_a_draft_that_cannot_be_used_is_off_with_its_reason_and_the_target_answers(open_page, tmp_path):
+    """A05: a folder without weights, then a draft with another tokenizer."""
+    target, empty, other = tiny.write_folder(tmp_path / "target"), tmp_path / "empty", tiny.write_folder(tmp_path / "other")
+    empty.mkdir()
+    names = json.loads((other / "tokenizer.json").read_text())
+    names["model"]["vocab"] = {token: (i + 7) % 256 if i < 256 else i for token, i in names["model"]["vocab"].items()}
+    (other / "tokenizer.json").write_text(json.dumps(names))
+    page = open_page(load, str(target))
+    for draft in (empty, other):
+        page.stage.load(str(target), str(draft)).join(60)
+        assert page.stage.kind == "off" and "draft off: " in page.banner_html()
+        visitor = Visitor()
+        assert "both columns are plain decoding" in ask(page, visitor)[page.verdict]
+        assert visitor.reply.lanes["speculative"].stats.drafted == 0
 
 
 def test_a_model_without_a_chat_template_answers_and_the_page_says_so(open_page):
