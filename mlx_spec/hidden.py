@@ -54,8 +54,13 @@ class Heard(View):
 
 def trunk(model: nn.Module) -> nn.Module | None:
     """The part that makes the hidden states; None where a model does not set it apart."""
-    inner = getattr(model, "model", None)
-    return inner if _is_module(inner) else _below(model, trunk)
+    name = _trunk_name(model)
+    return getattr(model, name) if name else _below(model, trunk)
+
+
+def _trunk_name(model: nn.Module) -> str | None:
+    """Its own attribute: a property that looks into a language model is not what its code runs."""
+    return next((name for name in ("model", "backbone") if name in model and _is_module(getattr(model, name))), None)
 
 
 def _is_module(x: Any) -> bool:
@@ -69,8 +74,9 @@ def _below(model: nn.Module, then: Callable) -> Any:
 
 def _with_trunk(model: nn.Module, stand_in: Any, **more: Any) -> View:
     """more: attributes to replace beside the trunk."""
-    if _is_module(getattr(model, "model", None)):
-        return View(model, model=stand_in, **more)
+    name = _trunk_name(model)
+    if name:
+        return View(model, **{name: stand_in}, **more)
     return View(model, language_model=_below(model, lambda inner: _with_trunk(inner, stand_in, **more)))
 
 

@@ -345,8 +345,8 @@ def test_what_can_not_be_trained_is_one_line(folder, data, tmp_path):
             train(wrong)
         assert "\n" not in str(error.value)
     recurrent = tiny.write_folder(tmp_path / "mamba", "mamba2")
-    with pytest.raises(SpecError, match="no draft can be trained for this target"):
-        train(recipe(recurrent, data, tmp_path / "e"))
+    with pytest.raises(SpecError, match="no draft can be trained for this target: layers with recurrent state"):
+        train(recipe(recurrent, data, tmp_path / "e", kind="draft"))
 
 
 def test_a_full_disk_is_one_line_and_what_was_written_stays(tmp_path, monkeypatch):
