@@ -16,8 +16,11 @@ def reference(name):
     return plain(pair(name).target, tiny.PROMPT, 120)
 
 
-@pytest.mark.parametrize("k", [0, 1, 2, 4, 8])
-@pytest.mark.parametrize("name", tiny.EXACT)
+# All of them where kinds of caches differ; elsewhere k = 2 would repeat what 1 and 4 say.
+LENGTHS = {name: (0, 1, 2, 4, 8) if name in ("llama", tiny.TINY_SW, "gemma3n") else (0, 1, 4, 8) for name in tiny.EXACT}
+
+
+@pytest.mark.parametrize("name, k", [(name, k) for name, ks in LENGTHS.items() for k in ks])
 def test_greedy_speculation_never_changes_the_tokens(name, k):
     """A14, A16, A51: windows are crossed many times, with rejections before and after."""
     decoder, ids = decode(pair(name), tiny.PROMPT, max_tokens=120, num_draft_tokens=k)
