@@ -160,7 +160,7 @@ def test_wrong_replies_are_bugs_without_a_speed_and_the_exit_code_is_1(bench, mo
     monkeypatch.setattr(verify, "leading", lambda keep: mx.full(keep.shape[:1], keep.shape[1], dtype=mx.int32))
     code, out, _, found = bench("-k", "3", "--temp", temperature, "--baseline", "mlx-lm-plain")
     row = next(r for r in figures.rows(found) if r.arm.k == 3)
-    assert code == 1 and row.bugs == 2 and row.speedup is None and "BUG: no speed" in out and "k=0" in out.splitlines()[-1]
+    assert code == 1 and row.bugs == 2 and row.speedup is None and "BUG: no speed" in out and "BUG: mine-1, mlx_spec k=3" in out and "k=0" in out.splitlines()[-1]
 
 
 def test_a_reply_that_ends_too_early_is_a_bug(folders):
@@ -288,6 +288,20 @@ def test_a_build_slowed_by_5_percent_is_told_apart_and_the_same_build_is_not():
     assert same["low"] < 1 < same["high"] and worse["high"] < 1
     out = compare.markdown([("base", base), ("slow", slow)])
     assert next(line for line in out.splitlines() if line.startswith("| all ")).rstrip(" |").endswith("slower")
+
+
+def test_a_tie_is_told_with_its_gap_and_keeps_its_speed():
+    found = made({("chat", 2): 1.2}, identity={"kind": "tie", "at": 7, "gap": 2e-4})
+    row = next(r for r in figures.rows(found) if r.arm.k == 2)
+    assert row.ties == 3 and row.speedup and not figures.bugs(found)
+    assert "tie: chat-0, mlx_spec k=2, T=0, token 7: the two best choices differ by 0.0002." in render.markdown(found)
+
+
+def test_a_wrong_build_has_no_place_in_a_comparison():
+    base, wrong = made({("chat", 2): 1.2}), made({("chat", 2): 1.8}, identity={"kind": "BUG", "at": 7, "gap": 2.0})
+    assert compare.against(base, wrong, Arm(OURS, 2, 0.0)) is None
+    row = next(line for line in compare.markdown([("a", base), ("b", wrong)]).splitlines() if "k=2" in line)
+    assert "BUG" in row and "1.5" not in row
 
 
 # --- the record

@@ -8,7 +8,7 @@ from typing import Any, Sequence
 
 from ..hub import readable
 from .arms import OURS, PLAIN
-from .figures import ALL, Row, advice, rows
+from .figures import ALL, Row, advice, arm_of, rows
 from .record import Record
 
 HEADER = ("text", "arm", "speed / plain", "predicted", "tok/s", "end to end", "first token s", "drafts kept",
@@ -31,6 +31,7 @@ def markdown(record: Record) -> str:
     if any(row.moved for row in table):
         parts.append("MOVED: a fixed product, timed before every prompt, took 10 % more or less than usual beside some of "
                      "these: something else was running, or the machine was warm. Measure again, idle.")
+    parts += _differences(record)
     parts += [f"Note: {note}." for note in record["notes"]]
     if not record["finished"]:
         parts.append("Interrupted: this is what was finished.")
@@ -77,7 +78,9 @@ def _card(record: Record) -> str:
     models = [f"{role}: {m['name']}{' at ' + m['revision'][:12] if m['revision'] else ''}, "
               f"{str(m['bits']) + '-bit' if m['bits'] else m['dtype']}, {readable(m['bytes'])}"
               for role in ("target", "draft") if (m := record[role])]
-    return "\n".join(["; ".join(part for part in machine if part), versions, *models, f"made {record['made']}"])
+    load = max((run["load"] for run in record["runs"]), default=None)
+    return "\n".join(["; ".join(part for part in machine if part), versions, *models,
+                      f"made {record['made']}, load average {number(load, '.1f')} at most"])
 
 
 def _costs(record: Record) -> str:
@@ -108,6 +111,13 @@ def _remark(row: Row) -> str:
     said += [row.mode] * (row.arm.engine == OURS and row.arm.k != 0 and row.mode != "speculative")
     said += [f"draft prefill {number(row.draft_prompt_s)} s"] * (row.draft_prompt_s is not None)
     return "; ".join(said + ["MOVED"] * bool(row.moved))
+
+
+def _differences(record: Record) -> list[str]:
+    """Where replies part from plain decoding."""
+    return [f"{found['kind']}: {run['prompt']}, {arm_of(run)}, T={run['temperature']:g}, token {found['at']}: the two best "
+            f"choices differ by {found['gap']:.2g}."
+            for run in record["runs"] if (found := run["identity"]) and found["kind"] != "identical"]
 
 
 def _acceptance(table: Sequence[Row]) -> str:
