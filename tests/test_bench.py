@@ -216,7 +216,8 @@ def test_ctrl_c_keeps_what_is_finished(bench, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (["-k", "0,65"], "num_draft_tokens"), (["--temp", "-1"], "temperature"), (["-n", "0"], "-n must"), (["--out", "x.txt"], "--out must"),
+    (["-k", "0,65"], "num_draft_tokens"), (["--temp", "-1"], "temperature"), (["--temp", "warm"], "--temp takes"), (["-m", "-1"], "--max-tokens must"),
+    (["--out", "none/x.json"], "folder"), (["-n", "0"], "-n must"), (["--out", "x.txt"], "--out must"),
     (["--baseline", "vllm"], "mlx-lm-plain, mlx-lm-spec"), (["--prompts", "poetry"], "chat, code"), (["--compare", "none.json"], "none.json")])
 def test_what_is_wrong_on_the_command_line_is_said_before_anything_is_loaded(arguments, said, capsys):
     assert cli.main(["bench", "--target", "./none", *arguments]) == 1

@@ -47,16 +47,20 @@ def fill(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.out and Path(args.out).suffix[1:] not in FORMATS:
         raise ValueError(f"--out must end in one of .{', .'.join(FORMATS)}; got {args.out!r}")
+    for path in filter(None, (args.out, args.plot)):
+        if not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{path} can't be written: its folder does not exist")
     if args.compare:
         return _compare(args)
     ks = [_k(k) for k in _list(args.k or f"{Options.num_draft_tokens},0" + ("" if args.quick else ",4"))]
-    temperatures = [float(t) for t in _list(args.temp)]
-    baselines = _list(args.baseline)
+    temperatures, baselines = [_temperature(t) for t in _list(args.temp) or ["0"]], _list(args.baseline)
+    tokens = (48 if args.quick else 96) if args.max_tokens is None else args.max_tokens
     if unknown := set(baselines) - set(BASELINES):
         raise ValueError(f"--baseline takes {', '.join(BASELINES)}; got {unknown.pop()!r}")
-    if args.n < 1:
-        raise ValueError(f"-n must be a whole number from 1; got {args.n}")
-    options = Options(max_tokens=args.max_tokens or (48 if args.quick else 96), verify=args.verify)
+    for name, value, least in (("-n", args.n, 1), ("--max-tokens", tokens, 1), ("--delay", args.delay, 0)):
+        if not value >= least:
+            raise ValueError(f"{name} must be a number from {least}; got {value}")
+    options = Options(max_tokens=tokens, verify=args.verify)
     for k, t in ((k, t) for k in ks for t in temperatures):
         options.but(num_draft_tokens=k, temperature=t)
     each = (2 if args.quick else 4) if args.each is None else args.each or None
@@ -112,6 +116,13 @@ def _list(text: str) -> list[str]:
 
 def _k(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
+
+
+def _temperature(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"--temp takes numbers from 0, separated by commas; got {text!r}") from None
 
 
 def _draft_name(args: argparse.Namespace) -> str | None:
