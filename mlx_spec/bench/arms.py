@@ -68,14 +68,7 @@ def theirs(pair: Any, ids: Sequence[int], arm: Arm, options: Options, caches: li
     times.append(time.perf_counter())
     replies = stream_generate(pair.target, pair.tokenizer, mx.array(ids[-1:]), options.max_tokens, prompt_cache=caches,
                               sampler=make_sampler(temp=arm.temperature), **drafting)
-    got, flags, ended = [], [], False
-    for reply in replies:
-        times.append(time.perf_counter())
-        if ended := reply.token in pair.end_ids:
-            break
-        got.append(reply.token)
-        flags.append(reply.from_draft)
-    replies.close()
+    got, flags, ended = _followed(replies, pair.end_ids, times)
     mx.eval([c.state for c in caches])  # a step is still in flight
     began, target, start, first, *_ = times
     return {
@@ -83,6 +76,19 @@ def theirs(pair: Any, ids: Sequence[int], arm: Arm, options: Options, caches: li
         "ttft_s": first - began, "decode_s": times[-1] - start, "mode": arm.engine,
         "peak_memory_bytes": mx.get_peak_memory(),
     } | _counts(flags, arm.k)
+
+
+def _followed(replies: Any, end_ids: Any, times: list[float]) -> tuple[list[int], list[bool], bool]:
+    """Tokens, whether each was drafted, and whether an end token came; the times of them all are added."""
+    got, flags, ended = [], [], False
+    for reply in replies:
+        times.append(time.perf_counter())
+        if ended := reply.token in end_ids:
+            break
+        got.append(reply.token)
+        flags.append(reply.from_draft)
+    replies.close()
+    return got, flags, ended
 
 
 def _counts(flags: Sequence[bool], k: Any) -> dict[str, Any]:

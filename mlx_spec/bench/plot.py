@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 from .arms import OURS
 from .figures import ALL, rows
@@ -67,7 +67,7 @@ def _numbers(series: dict[str, list[Point]]) -> list[str]:
 
 
 def _draw(pen: Any, panel: Panel, top: int) -> None:
-    """Axes from 0 up to the largest value."""
+    """Axes from 0 up to the largest value, then the series."""
     highest = 1.1 * max([0.5, *panel.lines, *(p[3] or p[1] for points in panel.series.values() for p in points)])
     y_of = lambda value: top + (HEIGHT - TOP - BOTTOM) * (1 - value / highest)  # noqa: E731
     step = next((s for s in STEPS if highest / s <= 8), highest)
@@ -81,14 +81,17 @@ def _draw(pen: Any, panel: Panel, top: int) -> None:
         pen.text((LEFT + slot * (i + 0.5), y_of(0) + 22), text, "black", anchor="mm")
     apart = 0 if panel.curve else min(18, slot / (len(panel.series) + 1))
     for n, (name, points) in enumerate(panel.series.items()):
-        colour = COLOURS[n % len(COLOURS)]
+        colour, aside = COLOURS[n % len(COLOURS)], apart * (n - (len(panel.series) - 1) / 2)
         pen.rectangle((x, top - TOP + 44, x + 12, top - TOP + 56), colour)
         pen.text((x + 18, top - TOP + 50), name, "black", anchor="lm")
         x += 40 + pen.textlength(name)
-        places = [(LEFT + slot * (i + 0.5) + apart * (n - (len(panel.series) - 1) / 2), *rest) for i, *rest in points]
-        if panel.curve and len(places) > 1:
-            pen.line([(at, y_of(value)) for at, value, *_ in places], colour, 2)
-        for at, value, low, high in places:
-            if low is not None:
-                pen.line((at, y_of(low), at, y_of(high)), colour, 3)
-            pen.ellipse((at - 5, y_of(value) - 5, at + 5, y_of(value) + 5), colour)
+        _series(pen, [(LEFT + slot * (i + 0.5) + aside, *rest) for i, *rest in points], y_of, colour, panel.curve)
+
+
+def _series(pen: Any, points: Sequence[tuple], y_of: Callable[[float], float], colour: str, curve: bool) -> None:
+    if curve and len(points) > 1:
+        pen.line([(x, y_of(value)) for x, value, *_ in points], colour, 2)
+    for x, value, low, high in points:
+        if low is not None:
+            pen.line((x, y_of(low), x, y_of(high)), colour, 3)
+        pen.ellipse((x - 5, y_of(value) - 5, x + 5, y_of(value) + 5), colour)

@@ -45,13 +45,29 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _check_files(args)
+    if args.compare:
+        return _compare(args)
+    ks, temperatures, baselines, options = _asked(args)  # what is wrong with them is said before anything is loaded
+    each = (2 if args.quick else 4) if args.each is None else args.each or None
+    prompts = texts.load([name for name in _list(args.prompts) if not (args.quick and name == "long")], each)
+    pair = load_pair(args)
+    from ..bench.run import Plan, arms_of, bench, encoded
+
+    plan = Plan(arms_of(pair, ks, temperatures, baselines), encoded(pair, prompts), args.n, options, args.delay)
+    given = {name: value for name, value in vars(args).items() if name not in ("run", "out", "plot", "compare", "format")}
+    return _give(args, bench(pair, plan, _draft_name(args), given, _note))
+
+
+def _check_files(args: argparse.Namespace) -> None:
     if args.out and Path(args.out).suffix[1:] not in FORMATS:
         raise ValueError(f"--out must end in one of .{', .'.join(FORMATS)}; got {args.out!r}")
     for path in filter(None, (args.out, args.plot)):
         if not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{path} can't be written: its folder does not exist")
-    if args.compare:
-        return _compare(args)
+
+
+def _asked(args: argparse.Namespace) -> tuple[list, list[float], list[str], Options]:
     ks = [_k(k) for k in _list(args.k or f"{Options.num_draft_tokens},0" + ("" if args.quick else ",4"))]
     temperatures, baselines = [_temperature(t) for t in _list(args.temp) or ["0"]], _list(args.baseline)
     tokens = (48 if args.quick else 96) if args.max_tokens is None else args.max_tokens
@@ -63,15 +79,7 @@ def run(args: argparse.Namespace) -> int:
     options = Options(max_tokens=tokens, verify=args.verify)
     for k, t in ((k, t) for k in ks for t in temperatures):
         options.but(num_draft_tokens=k, temperature=t)
-    each = (2 if args.quick else 4) if args.each is None else args.each or None
-    names = [n for n in _list(args.prompts) if not (args.quick and n == "long")]
-    prompts = texts.load(names, each)
-    pair = load_pair(args)
-    from ..bench.run import Plan, arms_of, bench, encoded
-
-    plan = Plan(arms_of(pair, ks, temperatures, baselines), encoded(pair, prompts), args.n, options, args.delay)
-    given = {name: value for name, value in vars(args).items() if name not in ("run", "out", "plot", "compare", "format")}
-    return _give(args, bench(pair, plan, _draft_name(args), given, _note))
+    return ks, temperatures, baselines, options
 
 
 def _give(args: argparse.Namespace, record: Any) -> int:
