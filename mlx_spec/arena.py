@@ -184,7 +184,7 @@ class Arena:
         if name == PLAIN:
             options = options.but(num_draft_tokens=0)
         watch = Stopwatch()
-        memory = recall(session.memories.pop(name, None), self.pair, ids, drafting=options.num_draft_tokens > 0)
+        memory = recall(session.memories.pop(name, None), self.pair, ids, drafting=options.num_draft_tokens != 0)
         return Lane(name, Decoder(self.pair, ids, options, memory=memory, clock=watch), watch)
 
     def _run(self, job: Job, lanes: list[Lane], reply: Reply) -> None:

@@ -90,7 +90,7 @@ class Chat:
         caches = tuple(getattr(checked, name) for name in CACHE_OPTIONS)
         memory = self._memory if caches == self._caches else None
         self._memory, self._caches = None, caches  # it is spent, whatever becomes of the turn
-        memory = recall(memory, self.pair, ids, drafting=checked.num_draft_tokens > 0)
+        memory = recall(memory, self.pair, ids, drafting=checked.num_draft_tokens != 0)
         decoder = Decoder(self.pair, ids, checked, memory=memory)
         self.messages = messages
         return Turn(self, decoder, (*self.pair.notes, *notes))

@@ -62,13 +62,8 @@ class Costs:
         return self.start_s + k * self.step_s if k else 0.0
 
     def speedup(self, acceptance: Sequence[float], k: int) -> float:
-        """Expected gain over plain decoding of k drafts, each accepted with its own probability
-        once those before it were."""
-        tokens, standing = 1.0, 1.0
-        for a in acceptance[:k]:
-            standing *= a
-            tokens += standing
-        return tokens * self.rows_s[0] / (self.draft_s(k) + self.rows_s[k])
+        """Expected gain over plain decoding of k drafts a round; acceptance as in `expected`."""
+        return expected(acceptance, k) * self.rows_s[0] / (self.draft_s(k) + self.rows_s[k])
 
     def at(self, depth: int) -> Costs:
         """With another number of tokens in the caches, on the line through the two measured ones."""
@@ -80,6 +75,15 @@ class Costs:
         if self.step_s is None:
             return Costs(rows, None, 0.0, depth)
         return Costs(rows, between(self.step_s, self.deep.step_s), between(self.start_s, self.deep.start_s), depth)
+
+
+def expected(acceptance: Sequence[float], k: int) -> float:
+    """Tokens of a round of k drafts, each accepted with its own probability once those before it were."""
+    tokens, standing = 1.0, 1.0
+    for a in acceptance[:k]:
+        standing *= a
+        tokens += standing
+    return tokens
 
 
 def best(costs: Costs, acceptance: Sequence[float]) -> tuple[int, float]:

@@ -24,7 +24,9 @@ import numpy as np
 from . import sampling
 from .cache import read_bound
 from .context import CATCH_UP, Context
-from .control import Controller, Fixed
+from .control import DRAFT, LOOKUP, Auto, Choice, Controller, Fixed, Learnt
+from .costs import measure
+from .drafters.lookup import Seen
 from .emit import Emission, Emitter
 from .errors import SpecError
 from .hidden import Inside
@@ -51,14 +53,16 @@ class Flight(NamedTuple):
     """A round that was submitted and not yet read."""
 
     plan: Plan
+    choice: Choice
     packed: mx.array
+    submitted: float
 
 
 class Decoder:
     """One reply of a pair to a prompt of token ids.
 
     memory: what an earlier reply left; its ids must begin the prompt. drafter, controller: in place
-    of the pair's draft model, and another k each round. run_ahead: whether a second round is in
+    of the pair's draft model, and of what the options say of k. run_ahead: whether a second round is in
     flight; None: on a GPU, for on a CPU host and device are the same cores and there is no idle
     time to win, while a draft that knows how the last round went has fewer rows to read. clock: what
     the statistics' seconds are taken from.
@@ -80,7 +84,7 @@ class Decoder:
         self.pair, self.options, self.clock = pair, options, clock
         self.history = list(ids)
         self.length = len(ids)  # tokens read back so far, prompt and reply
-        self.controller = controller or Fixed(options.num_draft_tokens)
+        self.controller = controller or _controller(pair, options)
         self.run_ahead = mx.default_device().type == mx.gpu if run_ahead is None else run_ahead
         self.seed = secrets.randbits(32) if options.seed is None else options.seed
         self.stats = Stats(prompt_tokens=len(ids))
@@ -88,13 +92,16 @@ class Decoder:
         self.finish: FinishReason | None = None
         self.flights: deque[Flight] = deque()
         self.missed = 0  # committed tokens that the draft has not read, at most
-        self.chosen: int | None = None
+        self.chosen: Choice | None = None
         self.cleared = 0
         self.processors = (*sampling.penalties(options), *options.logits_processors)
         # A processor of the user's wants the exact history; one that may keep state, more than that.
         self.exact_history = bool(options.logits_processors)
         self.stepwise = not all(sampling.is_pure(p) for p in options.logits_processors)
-        self.k_max = self._largest(drafter)
+        self.limits = self._limits(drafter)  # the largest k by where the drafts come from
+        self.k_max = max(self.limits.values(), default=0)
+        self.seen = Seen(ids if LOOKUP in self.limits else ())
+        self.read_at = -math.inf  # when the last round was read
         self.cancelling = False
         heard = options.but(should_cancel=self.is_cancelled)
         self.context = Context(pair, heard, self._round(drafter), self.k_max, memory)
@@ -103,7 +110,7 @@ class Decoder:
 
     def _round(self, drafter: Any) -> Round:
         pair, options = self.pair, self.options
-        if not self.k_max:
+        if DRAFT not in self.limits:
             drafter = None
         elif drafter is None:
             drafter = pair.drafter()
@@ -116,23 +123,32 @@ class Decoder:
             options.verify, pair.vocab_size, processors, sampling.context_size(options),
         )
 
-    def _largest(self, drafter: Any) -> int:
-        """The largest k that can come; 0, and the reason in the statistics, where none can."""
-        reason = self._why_plain(drafter)
-        self.stats.mode = f"plain ({reason})" if reason else "speculative"
-        if self.stepwise and not reason:
-            rule = ", verified by token" if self.options.verify == "block" else ""
-            self.stats.mode = f"speculative, position by position{rule} (a logits processor may keep state)"
+    def _limits(self, drafter: Any) -> dict[str, int]:
+        """The largest k of each source that can be used; why none can is in the statistics."""
+        largest, wanted, stats = self.controller.largest, self.controller.sources, self.stats
+        reason = self._why_plain()
+        no_draft = reason or self._why_no_draft(drafter)
         limit = getattr(self.pair.draft if drafter is None else drafter, "largest", None)
-        return 0 if reason else min(self.controller.largest, limit or self.controller.largest)
+        found = {DRAFT: min(largest, limit or largest)} if DRAFT in wanted and not no_draft else {}
+        if LOOKUP in wanted and not reason:
+            found[LOOKUP] = largest
+        if not found:
+            stats.mode = f"plain ({no_draft})"
+        elif self.stepwise:
+            rule = ", verified by token" if self.options.verify == "block" else ""
+            stats.mode = f"speculative, position by position{rule} (a logits processor may keep state)"
+        else:
+            stats.mode = "speculative" if DRAFT in found else f"speculative by prompt lookup ({no_draft})"
+        return found
 
-    def _why_plain(self, drafter: Any) -> str | None:
+    def _why_plain(self) -> str | None:
+        if self.pair.target_profile.reason:
+            return f"the target decodes plainly: {self.pair.target_profile.reason}"
+        return "no draft tokens asked for" if self.controller.largest == 0 else None
+
+    def _why_no_draft(self, drafter: Any) -> str | None:
         pair = self.pair
-        if pair.target_profile.reason:
-            return f"the target decodes plainly: {pair.target_profile.reason}"
-        if self.controller.largest == 0:
-            return "no draft tokens asked for"
-        if drafter is not None:
+        if drafter is not None or DRAFT not in self.controller.sources:
             return None
         if pair.draft is None:
             return "no draft"
@@ -147,13 +163,15 @@ class Decoder:
 
     def chunks(self) -> Iterator[Chunk]:
         """One chunk a round; the last one carries the finish reason."""
-        started = self.clock()
         if self.options.max_tokens == 0:
             self.finish = "length"
             yield Chunk("", (), self._snapshot(), self.finish)
             return
         try:
             with _device:
+                if self.k_max:
+                    self.controller.begin()
+                started = self.clock()
                 mx.reset_peak_memory()
                 self.context.read(self.history, self.seed)
             self.stats.draft_prompt_s = self.context.draft_prompt_s
@@ -202,34 +220,41 @@ class Decoder:
     def _may_run_ahead(self) -> bool:
         if not self.run_ahead or self.exact_history or self.context.until_switch(self.length) is not None:
             return False
-        if self._choose() and self.missed >= CATCH_UP:
-            return False
         left = self.emitter.left
-        return left is None or left > self.flights[-1].plan.num_draft_tokens + 1
+        if left is not None and left <= self.flights[-1].plan.num_draft_tokens + 1:
+            return False
+        # A draft that may have missed much, or more than there is, must wait for the count.
+        return not _drafts(self._choose()) or self.missed < min(CATCH_UP, self._readable())
 
     def _submit(self) -> None:
-        plan, context = self._plan(), self.context
+        choice, context = self._allowed(self._choose()), self.context
+        plan, self.chosen = self._plan(choice), None
         context.make_room(self.length + (len(self.flights) + 1) * (self.k_max + 1))
+        submitted = self.clock()
         step, state = self._step(plan), context.spend()
         new_state, packed = step(state)
         del state
         mx.async_eval(packed, new_state)
         context.state = State(*new_state)
-        self.flights.append(Flight(plan, packed))
+        self.flights.append(Flight(plan, choice, packed, submitted))
 
-    def _read(self) -> tuple[int, list[Token]]:
-        plan, packed = self.flights.popleft()
-        values = packed.tolist()[0]
-        k = plan.num_draft_tokens
+    def _read(self) -> tuple[Choice, list[Token]]:
+        _, choice, packed, submitted = self.flights.popleft()
+        values, now = packed.tolist()[0], self.clock()
+        seconds, self.read_at = now - max(submitted, self.read_at), now
+        k = choice.k
         accepted, ids = values[0], values[1 : k + 2]
         logprobs = np.array(values[k + 2 :], dtype=np.int32).view(np.float32).tolist()[: accepted + 1]
         if not all(map(math.isfinite, logprobs)):
             raise self._impossible()
         assert 0 <= accepted <= k and all(0 <= i < self.pair.vocab_size for i in ids[: accepted + 1])
-        if k and not self.flights:
-            self.missed = int(accepted == k)
+        if self.k_max:
+            self.controller.learn(choice, accepted, seconds)
+        if not any(_drafts(flight.choice) for flight in self.flights):
+            # Until now every draft counted as kept: the draft has not read its last one, nor a looked up one.
+            self.missed -= int(accepted < k) if _drafts(choice) else k - accepted
         last = "plain" if k == 0 else "bonus" if accepted == k else "correction"
-        return k, [Token(*t) for t in zip(ids, logprobs, ["accepted"] * accepted + [last])]
+        return choice, [Token(*t) for t in zip(ids, logprobs, ["accepted"] * accepted + [last])]
 
     def _impossible(self) -> SpecError:
         """A token that its own law rules out: the logits were not numbers, or nothing was left to draw."""
@@ -241,12 +266,14 @@ class Decoder:
     def _emit(self) -> Emission:
         if self.finish == "cancelled":
             return self.emitter.close("cancelled")
-        k, tokens = self._read()
+        choice, tokens = self._read()
         emission = self.emitter.feed(tokens)
         kept = tokens[: emission.kept]
         self.length += len(tokens)
         self.history += [t.id for t in kept]
-        self.stats.add_round(k, [t.origin for t in kept], cut=len(kept) < len(tokens))
+        if LOOKUP in self.limits:
+            self.seen.add(t.id for t in kept)
+        self.stats.add_round(choice.k, [t.origin for t in kept], len(kept) < len(tokens), choice.source == LOOKUP)
         if emission.dropped:
             self.stats.drop(emission.dropped)
             del self.history[-emission.dropped :]
@@ -269,17 +296,16 @@ class Decoder:
 
     # deciding a round
 
-    def _plan(self) -> Plan:
-        longest = self._longest()
-        k = self._choose()
-        self.chosen = None
-        catch_up = self._catch_up(k) if self.context.drafts_with_a_model else 1
-        return Plan(k, catch_up, read_bound(longest + k + 1), self.length if self.exact_history else None)
+    def _plan(self, choice: Choice) -> Plan:
+        k, looks_up = choice.k, choice.k > 0 and choice.source == LOOKUP
+        catch_up = self._catch_up(choice) if self.context.drafts_with_a_model else 1
+        length = self.length if self.exact_history else None
+        return Plan(k, catch_up, read_bound(self._longest() + k + 1), length, looks_up)
 
-    def _catch_up(self, k: int) -> int:
-        """How many tokens a draft model reads again in a round of k."""
-        if k == 0:
-            self.missed += 1
+    def _catch_up(self, choice: Choice) -> int:
+        """How many tokens a draft model reads again in a round."""
+        if not _drafts(choice):
+            self.missed += choice.k + 1
             return 1
         if self.missed >= CATCH_UP:
             assert not self.flights  # the tokens must be known
@@ -294,30 +320,39 @@ class Decoder:
         """The most tokens there can be once every round in flight is done."""
         return self.length + sum(f.plan.num_draft_tokens + 1 for f in self.flights)
 
-    def _choose(self) -> int:
-        """k of the next round; asked once, however often it is looked at."""
+    def _choose(self) -> Choice:
+        """For the next round; asked once, however often it is looked at."""
         if self.chosen is None:
-            self.chosen = self._allowed(min(self.controller.choose(), self.k_max)) if self.k_max else 0
+            matched = self.seen.matched()
+            self.chosen = self.controller.choose(self._longest(), self.limits, matched) if self.k_max else Choice(0)
         return self.chosen
 
-    def _allowed(self, k: int) -> int:
+    def _allowed(self, choice: Choice) -> Choice:
+        k = min(choice.k, self.limits.get(choice.source, 0))
         limit = self.pair.draft_max_length
-        if k and limit is not None and self.context.drafts_with_a_model and self._longest() + k + 1 > limit:
-            self.stats.mode = f"speculative, then plain: the draft reads at most {limit} tokens"
-            return 0
+        if k and _drafts(choice) and limit is not None and self.context.drafts_with_a_model and (
+                self._longest() + k + 1 > limit):
+            self.stats.mode = f"speculative, then without the draft: it reads at most {limit} tokens"
+            del self.limits[DRAFT]
+            k = 0
         if not self.flights and self.emitter.left is not None:
             k = min(k, self.emitter.left - 1)
         until = self.context.until_switch(self.length)
-        return k if until is None else min(k, until)
+        return choice._replace(k=k if until is None else min(k, until))
 
     def _bucket(self) -> int:
         """How many tokens the draft reads again: what it missed and the pending one, rounded up to
-        a power of two so that few shapes occur, where the history is that long and it may."""
+        a power of two so that few shapes occur, where there are as many and it may."""
         needed = self.missed + 1
         if not self.context.drafter.rounds_up:
             return needed
         bucket = 1 << (needed - 1).bit_length()
-        return bucket if bucket <= self.length else needed
+        return bucket if bucket <= self._readable() else needed
+
+    def _readable(self) -> int:
+        """How many tokens there are for sure, once the rounds in flight are done, that a draft can read again: not those of
+        the prompt's prefill, which left of a window's past only what the next token sees."""
+        return self.length + len(self.flights) - self.stats.prompt_tokens + 1
 
     def _step(self, plan: Plan) -> Callable:
         """The function that builds this round: compiled once its shape has proved to be common."""
@@ -356,6 +391,18 @@ class Decoder:
         with _device:
             self._drain()
             return self.context.leave(self.history, self.missed, self.length - len(self.history))
+
+
+def _controller(pair: Any, options: Options) -> Controller:
+    if options.num_draft_tokens != "auto":
+        return Fixed(options.num_draft_tokens)
+    learnt = Learnt(options.task) if options.reproducible else pair.learnt.setdefault(options.task, Learnt(options.task))
+    return Auto(partial(measure, pair), learnt, clocked=not options.reproducible)
+
+
+def _drafts(choice: Choice) -> bool:
+    """Whether the draft proposes in that round."""
+    return choice.k > 0 and choice.source == DRAFT
 
 
 def _build(round: Round, plan: Plan, state: tuple) -> tuple[tuple, mx.array]:

@@ -39,7 +39,8 @@ class Pair:
     vocab_size: ids that may be emitted are 0 to vocab_size - 1; a head may have more rows.
     draft_vocab_size: ids that the draft may propose, at most vocab_size.
     draft_max_length: tokens the draft can read, None when unknown. end_ids: tokens that end a reply.
-    notes: what a user should know. compiled, quantised, costs: what was found out about the models.
+    notes: what a user should know. compiled, quantised, costs, learnt: what was found out about the
+    models, the last by earlier requests.
 
     Raises PairError when the tokenizers give the same id to different strings.
     """
@@ -68,6 +69,7 @@ class Pair:
         self.compiled: dict = {}
         self.quantised: dict = {}
         self.costs: Any = None
+        self.learnt: dict[str, Any] = {}
 
     def _probe(self) -> None:
         """What the models' caches are and whether they can be verified in rows is tried here, once."""

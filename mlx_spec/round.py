@@ -24,6 +24,7 @@ import mlx.core as mx
 
 from . import sampling, verify
 from .cache import Arrays, Cursor, Layer, Pass
+from .drafters import lookup
 from .sampling import ACCEPT, DRAFT, DRAW, Processor, Sampling
 from .shapes import Float, Integer
 
@@ -46,12 +47,14 @@ class Plan(NamedTuple):
 
     catch_up: how many of the newest tokens the drafter reads again before it proposes.
     bound: how far attention reads. length: the exact length, where a processor wants to know it.
+    looks_up: the tokens come from the history, not from the drafter.
     """
 
     num_draft_tokens: int
     catch_up: int = 1
     bound: int = 256
     length: int | None = None
+    looks_up: bool = False
 
 
 class Proposal(NamedTuple):
@@ -142,9 +145,12 @@ class Round:
         return self.drafter is not None and self.drafter.hears
 
     def _propose(self, state: State, plan: Plan) -> Proposal:
-        if plan.num_draft_tokens == 0:
+        if plan.num_draft_tokens == 0 or plan.looks_up:
             drafted = self.drafter.keep_up(state, plan) if self._hears else state.drafter
-            return Proposal(mx.zeros((state.length.shape[0], 0), mx.uint32), None, drafted)
+            tokens = mx.zeros((state.length.shape[0], 0), mx.uint32)
+            if plan.num_draft_tokens:
+                tokens = lookup.propose(state.history, state.length, plan.num_draft_tokens)
+            return Proposal(tokens, None, drafted)
 
         noise = self._draft_noise(state, plan.num_draft_tokens)
 

@@ -14,6 +14,7 @@ FinishReason = Literal["stop", "stop_string", "length", "cancelled"]
 
 VERIFY_RULES = ("token", "block", "match")
 MAX_DRAFT_TOKENS = 64
+TASKS = ("prose", "code")
 KV_BITS = (2, 3, 4, 5, 6, 8)
 KV_GROUP_SIZES = (32, 64, 128)
 
@@ -49,7 +50,10 @@ class Options:
     max_tokens: tokens at most; None or -1: no limit; 0: an empty result.
     temperature: 0 is greedy. top_p, top_k, min_p: filters, off at 1.0 (or 0), 0 and 0.
     seed: 0 to 2**64 - 1; None draws one, and the result says which.
-    num_draft_tokens: tokens drafted a round, 0 (plain decoding) to 64.
+    num_draft_tokens: tokens drafted a round, 0 (plain decoding) to 64; "auto": as many as pay, by
+    what the models' parts cost on this machine, which is measured once.
+    task: "prose" or "code", what "auto" expects at first. reproducible: "auto" by the tokens and the
+    stored costs alone, not by clocks nor earlier replies.
     verify: "block", "token" or "match"; at temperature 0 always "match" without noise.
     stop: strings that end the reply; they are not part of it.
     logits_processors: callables (tokens, logits) -> logits as in mlx-lm, see `sampling.pure`.
@@ -67,7 +71,9 @@ class Options:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
-    num_draft_tokens: int = 4
+    num_draft_tokens: int | Literal["auto"] = "auto"
+    task: str = "prose"
+    reproducible: bool = False
     verify: str = "block"
     stop: Sequence[str] = ()
     logits_processors: Sequence[Callable] = ()
@@ -98,8 +104,10 @@ class Options:
               "a whole number from 0, or -1 or None for no limit", n)
         if n == -1:
             object.__setattr__(self, "max_tokens", None)
-        _need(_is_int(k) and 0 <= k <= MAX_DRAFT_TOKENS, "num_draft_tokens",
-              f"a whole number from 0 to {MAX_DRAFT_TOKENS}", k)
+        _need(k == "auto" or (_is_int(k) and 0 <= k <= MAX_DRAFT_TOKENS), "num_draft_tokens",
+              f"a whole number from 0 to {MAX_DRAFT_TOKENS}, or \"auto\"", k)
+        _need(self.task in TASKS, "task", "one of " + ", ".join(TASKS), self.task)
+        _need(isinstance(self.reproducible, bool), "reproducible", "True or False", self.reproducible)
         _need(seed is None or (_is_int(seed) and 0 <= seed < 2**64), "seed",
               "a whole number from 0 to 2**64 - 1, or None", seed)
         stop = _as_tuple("stop", "a list of non-empty strings", self.stop)
@@ -178,7 +186,8 @@ class Stats:
 
     Counts hold what is in the reply and nothing past its end: accepted + corrections + bonuses +
     plain = generation_tokens. A round that drafted 4, kept 3 and was cut after 2 by the end of the
-    reply counts 2 drafted and 2 accepted.
+    reply counts 2 drafted and 2 accepted. looked_up, looked_up_accepted: those of drafted and
+    accepted that prompt lookup proposed.
     """
 
     prompt_tokens: int = 0
@@ -188,6 +197,8 @@ class Stats:
     corrections: int = 0
     bonuses: int = 0
     plain: int = 0
+    looked_up: int = 0
+    looked_up_accepted: int = 0
     drafted_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     prompt_s: float | None = None
@@ -196,7 +207,7 @@ class Stats:
     ttft_s: float | None = None
     peak_memory_bytes: int | None = None
     mode: str = "plain"
-    _log: list[tuple[int, tuple[Origin, ...], bool]] = field(default_factory=list, repr=False, compare=False)
+    _log: list[tuple[int, tuple[Origin, ...], bool, bool]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def generation_tokens(self) -> int:
@@ -220,31 +231,33 @@ class Stats:
         wall, so that what a caller does between two chunks counts too."""
         return self.generation_tokens / self.generation_s if self.generation_s else None
 
-    def add_round(self, k: int, origins: Sequence[Origin], cut: bool = False) -> None:
+    def add_round(self, k: int, origins: Sequence[Origin], cut: bool = False, looked_up: bool = False) -> None:
         """Count one round: k drafted, `origins` of the tokens kept; cut: the reply ended inside it."""
-        self._log.append((k, tuple(origins), cut))
-        self._count(k, origins, cut)
+        self._log.append((k, tuple(origins), cut, looked_up))
+        self._count(k, origins, cut, looked_up)
 
     def drop(self, tokens: int) -> None:
         """Take back the last tokens: they turned out to lie inside a stop string."""
         log, self._log = self._log, []
         while tokens:
-            k, origins, _ = log.pop()
+            k, origins, _, looked_up = log.pop()
             kept = origins[: max(len(origins) - tokens, 0)]
             tokens -= len(origins) - len(kept)
             if kept:
-                log.append((k, kept, True))
-        for name in ("rounds", "drafted", "accepted", "corrections", "bonuses", "plain"):
+                log.append((k, kept, True, looked_up))
+        for name in ("rounds", "drafted", "accepted", "corrections", "bonuses", "plain", "looked_up", "looked_up_accepted"):
             setattr(self, name, 0)
         self.drafted_by_position, self.accepted_by_position = [], []
         for entry in log:
             self.add_round(*entry)
 
-    def _count(self, k: int, origins: Sequence[Origin], cut: bool) -> None:
+    def _count(self, k: int, origins: Sequence[Origin], cut: bool, looked_up: bool) -> None:
         drafted, accepted = min(k, len(origins)) if cut else k, origins.count("accepted")
         self.rounds += 1
         self.drafted += drafted
         self.accepted += accepted
+        self.looked_up += drafted * looked_up
+        self.looked_up_accepted += accepted * looked_up
         self.corrections += origins.count("correction")
         self.bonuses += origins.count("bonus")
         self.plain += origins.count("plain")

@@ -10,6 +10,7 @@ import numpy as np
 import tiny
 from mlx_lm.generate import generate_step
 
+from mlx_spec.control import DRAFT, LOOKUP, Choice, Controller
 from mlx_spec.drafters.heads import Heads, HeadsArgs, HeadsDrafter
 from mlx_spec.drafters.mlp import Mlp, MlpArgs, MlpDrafter
 from mlx_spec.engine import Decoder
@@ -120,15 +121,18 @@ def decode(pair, ids, *, controller=None, drafter=None, run_ahead=True, memory=N
     return decoder, [t.id for c in chunks for t in c.tokens]
 
 
-class Scripted:
-    """A controller that goes through a list of k again and again."""
+class Scripted(Controller):
+    """A controller that goes through a list of k again and again; (k, "lookup") is of another source than the draft."""
+
+    sources = (DRAFT, LOOKUP)
 
     def __init__(self, *ks):
-        self.ks, self.largest, self.i = ks, max(ks), -1
+        self.choices = [Choice(k) if isinstance(k, int) else Choice(*k) for k in ks]
+        self.largest, self.i = max(choice.k for choice in self.choices), -1
 
-    def choose(self):
+    def choose(self, length, limits, matched):
         self.i += 1
-        return self.ks[self.i % len(self.ks)]
+        return self.choices[self.i % len(self.choices)]
 
 
 class Counting:

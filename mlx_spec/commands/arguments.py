@@ -6,7 +6,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from ..types import KV_BITS, KV_GROUP_SIZES, MAX_DRAFT_TOKENS, VERIFY_RULES, Options
+from ..types import KV_BITS, KV_GROUP_SIZES, MAX_DRAFT_TOKENS, TASKS, VERIFY_RULES, Options
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +48,11 @@ def read_options(args: argparse.Namespace) -> dict[str, Any]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("decoding")
     _number(group, "max_tokens", int, "N", "tokens at most, from 0; -1: no limit", "--max-tokens", "-m")
-    _number(group, "num_draft_tokens", int, "K",
-            f"tokens drafted a round, 0 to {MAX_DRAFT_TOKENS}; 0: plain decoding, the draft is not loaded")
+    _number(group, "num_draft_tokens", _draft_tokens, "K",
+            f"tokens drafted a round, 0 to {MAX_DRAFT_TOKENS}, or auto: as many as pay on this machine; "
+            "0: plain decoding, the draft is not loaded")
+    group.add_argument("--task", choices=TASKS, default="prose", help="what auto expects at first")
+    group.add_argument("--reproducible", action="store_true", help="auto by tokens and stored costs alone, not by clocks")
     group.add_argument("--verify", choices=VERIFY_RULES, default="block",
                        help="how drafts are judged at a temperature above 0; with match a seed gives the same text "
                             "whatever the draft")
@@ -72,6 +75,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _number(group, "kv_bits", int, "BITS", f"quantise keys and values: {', '.join(map(str, KV_BITS))} (default: off)")
     _number(group, "kv_group_size", int, "N", f"values that share a scale: {', '.join(map(str, KV_GROUP_SIZES))}")
     _number(group, "quantized_kv_start", int, "N", "with --kv-bits: from this many tokens on")
+
+
+def _draft_tokens(text: str) -> int | str:
+    if text != "auto" and not text.lstrip("+-").isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor auto")
+    return text if text == "auto" else int(text)
 
 
 def _number(group: Any, name: str, kind: type, metavar: str, help: str, *flags: str) -> None:
