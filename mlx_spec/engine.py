@@ -332,7 +332,7 @@ class Decoder:
         limit = self.pair.draft_max_length
         if k and _drafts(choice) and limit is not None and self.context.drafts_with_a_model and (
                 self._longest() + k + 1 > limit):
-            self.stats.mode = f"speculative, then without the draft: it reads at most {limit} tokens"
+            self.stats.mode = f"speculative, then without the draft: the draft reads at most {limit} tokens"
             del self.limits[DRAFT]
             k = 0
         if not self.flights and self.emitter.left is not None:
@@ -396,8 +396,11 @@ class Decoder:
 def _controller(pair: Any, options: Options) -> Controller:
     if options.num_draft_tokens != "auto":
         return Fixed(options.num_draft_tokens)
-    learnt = Learnt(options.task) if options.reproducible else pair.learnt.setdefault(options.task, Learnt(options.task))
-    return Auto(partial(measure, pair), learnt, clocked=not options.reproducible)
+    # Under block and token a seed's text depends on every k.
+    seeded = options.seed is not None and options.temperature > 0 and options.verify != "match"
+    steady = options.reproducible or seeded
+    learnt = Learnt(options.task) if steady else pair.learnt.setdefault(options.task, Learnt(options.task))
+    return Auto(partial(measure, pair), learnt, clocked=not steady)
 
 
 def _drafts(choice: Choice) -> bool:

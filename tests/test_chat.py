@@ -89,7 +89,7 @@ def test_a_draft_may_be_switched_on_off_and_to_another_between_turns():
     """A57, A58: plain, with a draft, another draft, a head, none."""
     base = make(draft=None)
     drafts = [None, tiny.noisy_copy(base.target), tiny.noisy_copy(base.target, seed=2), heads(base.target, (1,), 200), None]
-    chat = Chat(base, max_tokens=16)
+    chat = Chat(base, max_tokens=16, num_draft_tokens=3)
     for text, draft in zip((*TURNS, "the end"), drafts):
         chat.pair = pair = with_draft(base, draft)
         before = list(chat.messages)
