@@ -30,10 +30,11 @@ def fresh(draft_seed=7):
     return Pair(tiny.make("llama"), tiny.make("llama", draft_seed))
 
 
-@pytest.mark.parametrize("draft", ["noisy", "deep heads", "reduced mlp", None])
-def test_every_kind_of_draft_is_timed(draft, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, draft", [
+    ("llama", "noisy"), ("llama", "deep heads"), ("llama", "reduced mlp"), ("llama", None), (tiny.TINY_HYB, "noisy"), ("gpt_oss", "noisy")])
+def test_every_kind_of_draft_is_timed(name, draft, tmp_path, monkeypatch):
     monkeypatch.setattr(costs, "cache_folder", lambda: tmp_path)
-    p = pair(draft=draft)
+    p = pair(name, draft)
     found = measure(p, again=True)
     assert len(found.rows_s) == len(found.deep.rows_s) == 9 and min(found.rows_s + found.deep.rows_s) > 0
     assert (found.step_s is None) == (draft is None) and (found.c is None) == (draft is None)

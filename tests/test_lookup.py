@@ -102,8 +102,8 @@ def test_a_prompt_too_short_to_look_up_decodes_all_the_same(n, draft):
     assert ids == plain(p.target, [10, 7, 10][:n], 30)
 
 
-@pytest.mark.parametrize("name", [tiny.TINY_SW, "gemma3_text"])
-def test_windows_hold_through_long_lookups(name):
+@pytest.mark.parametrize("name", [tiny.TINY_SW, "gemma3_text", tiny.TINY_HYB])
+def test_windows_and_recurrent_states_hold_through_long_lookups(name):
     p = pair(name, "same")
     decoder, ids = decode(p, tiny.PROMPT * 3, controller=Scripted(3, *[(8, LOOKUP)] * 6, 8, 0), max_tokens=120)
     assert ids == plain(p.target, tiny.PROMPT * 3, 120)

@@ -94,11 +94,19 @@ def test_windows_and_shared_keys_cost_no_more(name, draft, monkeypatch):
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-@DRAFTS
-def test_switching_k_costs_no_more(draft, run_ahead, monkeypatch):
-    """A30's rounds: plain and speculative ones in turn."""
-    events, _ = rounds(pair(draft=draft), 16, monkeypatch, controller=Scripted(0, 3, 0, 8), run_ahead=run_ahead)
+@pytest.mark.parametrize("draft, ks", [(draft, (0, 3, 0, 8)) for draft in ("noisy", "deep heads", "reduced mlp")] + [
+    (draft, (3, (4, "lookup"), 0, (8, "lookup"))) for draft in ("noisy", "deep heads", None)])
+def test_switching_k_or_source_costs_no_more(draft, ks, run_ahead, monkeypatch):
+    """A30's rounds: plain, drafted and looked up ones in turn."""
+    events, _ = rounds(pair(draft=draft), 16, monkeypatch, controller=Scripted(*ks), run_ahead=run_ahead)
     assert events == ["async_eval", "tolist"] * 16
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_choosing_costs_no_read(run_ahead, monkeypatch):
+    """Auto, whatever it chooses; a draft that was parked for long reads what it missed between two rounds."""
+    events, _ = rounds(pair(), 12, monkeypatch, run_ahead=run_ahead)
+    assert events.count("tolist") == 12 and set(events) <= {"async_eval", "tolist", "eval"}
 
 
 @DRAFTS
