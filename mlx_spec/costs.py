@@ -153,7 +153,7 @@ def _measure(pair: Pair) -> Costs:
 def costs_at(pair: Pair, context: int, rows: Sequence[int], seconds: float = SECONDS) -> Costs:
     """Timed now, at one depth and for these numbers of rows."""
     found = tuple(target_rows(pair, m, context, seconds) for m in rows)
-    if pair.draft is None:
+    if pair.draft is None or pair.draft_profile.reason:
         return Costs(found, None, 0.0, context)
     k = min(STEPS, getattr(pair.draft, "largest", STEPS))
     one, many = (drafting(pair, n, context, seconds) for n in (1, k))
