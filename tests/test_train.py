@@ -280,6 +280,8 @@ def test_training_goes_on_from_what_is_there(folder, data, tmp_path):
     told = []
     train(recipe(folder, data, tmp_path, resume=True), told.append)
     assert not [stage for stage in told if stage.name in ("text", "train", "states")]
+    card = json.loads((tmp_path / "work/states/card.json").read_text())
+    assert card["texts"].endswith(", 9000, 512")  # as before there were other texts beside the data
 
 
 def test_without_data_the_target_writes_its_own_text(tmp_path):

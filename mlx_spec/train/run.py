@@ -127,7 +127,9 @@ def _check(pair: Pair, kind: str) -> None:
 
 def _states(pair: Pair, recipe: Recipe, depths: Sequence[int], tell: Tell) -> States:
     source = recipe.data or _write(pair, recipe, recipe.tokens, tell)
-    made_from = f"{sha256(source) if source.is_file() else source.resolve()}, {recipe.tokens}, {recipe.own}, {recipe.max_length}"
+    # Nothing of `own` without it, so that the states of runs from before there was such a thing are still theirs.
+    made_from = [sha256(source) if source.is_file() else source.resolve(), recipe.tokens, recipe.own, recipe.max_length]
+    made_from = ", ".join(str(fact) for fact in made_from if fact)
     store = States(recipe.work / "states", make_card(recipe.target, depths, width(pair.target), made_from))
     texts = chain(_limited(_with_answers(pair, recipe, source, tell), recipe.tokens), _own(pair, recipe, tell))
     collect(store, pair.target, depths, texts, lambda done: tell(Stage("states", done, 0)))
