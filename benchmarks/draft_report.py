@@ -45,7 +45,7 @@ def median_costs(records: Sequence[dict], draft: str) -> Costs:
 
 
 def predicted_gain(run: dict[str, Any], costs: Costs) -> float:
-    return predicted(run, len(run["ids"]), costs)
+    return predicted(run | {"looked_up": 0}, len(run["ids"]), costs)  # k is fixed
 
 
 def acceptance(runs: Sequence[dict]) -> list[float]:

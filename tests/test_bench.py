@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 import mlx_spec
-from mlx_spec import cli, verify
+from mlx_spec import cli, engine, verify
 from mlx_spec.bench import arms, card, compare, figures, plot, record, render, run, texts
 from mlx_spec.bench.arms import OURS, PLAIN, SPECULATIVE, Arm
 from mlx_spec.bench.stats import interval
@@ -73,7 +73,7 @@ def made(speeds, noise=0.0, seed=0, repetitions=1, **changes):
                 "prompt": f"{category}-{n}", "category": category, "repetition": repetition, "engine": PLAIN if k is None else OURS,
                 "k": k or 0, "temperature": 0.0, "prompt_tokens": 40, "tokens": 20, "prompt_s": 1.0,
                 "draft_prompt_s": 0.1 if k else None, "ttft_s": 1.1, "decode_s": 2.0 / speed, "rounds": 10, "drafted": sum(drafted),
-                "accepted": 10 if k else 0, "drafted_by_position": drafted, "judged": drafted, "kept": [10] * bool(k),
+                "accepted": 10 if k else 0, "looked_up": 0, "drafted_by_position": drafted, "judged": drafted, "kept": [10] * bool(k),
                 "mode": "speculative" if k else "plain", "peak_memory_bytes": 10**8,
                 "identity": None if k is None else {"kind": "identical", "at": None, "gap": None},
                 "predicted": speed, "probe_ms": 5.0, "load": 0.1} | changes)
@@ -144,6 +144,15 @@ def test_k_0_never_asks_the_draft(bench, monkeypatch):
     row = next(r for r in figures.rows(found) if r.arm == Arm(OURS, 0, 0.0))
     assert code == 0 and row.drafted == 0 and row.acceptance_rate is None and row.mode.startswith("plain")
     assert next(line for line in out.splitlines() if "mlx_spec k=0" in line).count("n/a") == 1  # drafts kept
+
+
+@pytest.mark.parametrize("draft", ["draft", None])
+def test_without_flags_the_draft_length_is_the_machines_own_choice(bench, draft, monkeypatch):
+    monkeypatch.setattr(engine, "measure", lambda pair: COSTS if draft else Costs(COSTS.rows_s, None))
+    code, out, _, found = bench("--baseline", "mlx-lm-plain", draft=draft, prompts=["Copy this: abcabcabcabc"] * 2)
+    kinds = {r["k"]: r["identity"]["kind"] for r in found["runs"] if r["engine"] == OURS}
+    assert code == 0 and kinds == dict.fromkeys(["auto", 0, 4] if draft else ["auto", 0], "identical")
+    assert all(r["looked_up"] <= r["drafted"] for r in found["runs"])
 
 
 def test_sampled_replies_are_those_of_plain_decoding_with_the_same_seed(bench):
@@ -258,11 +267,12 @@ def test_acceptance_is_counted_by_place_of_all_and_of_those_that_could_stand():
 
 
 def test_the_prediction_is_tokens_over_what_the_rounds_cost():
-    counts = {"rounds": 4, "drafted_by_position": [4, 4]}
+    counts = {"rounds": 4, "drafted_by_position": [4, 4], "looked_up": 0}
     assert run.predicted(counts, 10, COSTS) == pytest.approx(10 / (4 * (0.02 + 2 * 0.1 + 1.2)))
     assert run.predicted(counts | {"drafted_by_position": [4, 3]}, 10, COSTS) == pytest.approx(
         10 / (3 * (0.02 + 0.2 + 1.2) + 0.02 + 0.1 + 1.1))
-    assert run.predicted({"rounds": 4, "drafted_by_position": [4] * 9}, 10, COSTS) is None
+    assert run.predicted(counts | {"looked_up": 8}, 10, COSTS) == pytest.approx(10 / (4 * 1.2))
+    assert run.predicted(counts | {"drafted_by_position": [4] * 9}, 10, COSTS) is None
 
 
 def test_prompts_beside_which_the_machine_was_slower_are_marked():

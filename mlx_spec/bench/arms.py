@@ -50,7 +50,7 @@ def ours(pair: Any, ids: Sequence[int], options: Options) -> dict[str, Any]:
     return {
         "ids": [t.id for t in tokens], "ended": decoder.finish == "stop", "prompt_s": s.prompt_s,
         "draft_prompt_s": s.draft_prompt_s, "ttft_s": s.ttft_s, "decode_s": s.generation_s, "rounds": s.rounds,
-        "drafted": s.drafted, "accepted": s.accepted, "drafted_by_position": s.drafted_by_position,
+        "drafted": s.drafted, "accepted": s.accepted, "looked_up": s.looked_up, "drafted_by_position": s.drafted_by_position,
         "mode": s.mode, "peak_memory_bytes": s.peak_memory_bytes,
     } | by_position([t.origin for t in tokens])
 
@@ -99,7 +99,7 @@ def _counts(flags: Sequence[bool], k: Any) -> dict[str, Any]:
         run_length = run_length + 1 if drafted else 0
     rounds = len(flags) - sum(flags) + bool(flags and flags[-1])
     empty = {"judged": [], "kept": []}
-    return {"rounds": rounds, "drafted": rounds * k, "accepted": sum(flags), "drafted_by_position": [rounds] * k
+    return {"rounds": rounds, "drafted": rounds * k, "accepted": sum(flags), "looked_up": 0, "drafted_by_position": [rounds] * k
             } | (by_position(origins) if k else empty)
 
 

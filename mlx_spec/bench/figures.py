@@ -28,6 +28,7 @@ class Row(NamedTuple):
     predicted: float | None
     drafted: int
     accepted: int
+    looked_up: int
     kept: list[float]
     stood: list[float]
     tokens_per_round: float | None
@@ -80,7 +81,7 @@ def _row(record: Record, arm: Arm, category: str) -> Row:
         median(whole), *(median([r[n] for r in runs if r[n] is not None]) for n in ("ttft_s", "draft_prompt_s")),
         interval(list(gain.values())) if gain else None,
         median([r["predicted"] for r in runs if gain and r["predicted"] is not None]),
-        sum(r["drafted"] for r in runs), sum(r["accepted"] for r in runs),
+        *(sum(r[n] for r in runs) for n in ("drafted", "accepted", "looked_up")),
         [a / b for a, b in zip(kept, drafted) if b], [a / b for a, b in zip(kept, judged) if b],
         tokens / rounds if rounds else None,
         max((r["peak_memory_bytes"] for r in runs if r["peak_memory_bytes"] is not None), default=None),

@@ -87,7 +87,7 @@ class Identity(TypedDict):
 
 
 class Run(TypedDict):
-    """One reply. tokens: counted from ids. decode_s: from the end of the prompt to the last token. judged, kept: drafts
+    """One reply. tokens: counted from ids. looked_up: of drafted, those out of the text itself. decode_s: from the end of the prompt to the last token. judged, kept: drafts
     by position whose predecessors stood, and those of them that did. identity: null where there is nothing to compare
     with. predicted: speed-up of these rounds by the costs. probe_ms: the machine's own clock, read before the prompt."""
 
@@ -106,6 +106,7 @@ class Run(TypedDict):
     rounds: int
     drafted: int
     accepted: int
+    looked_up: int
     drafted_by_position: list[int]
     judged: list[int]
     kept: list[int]

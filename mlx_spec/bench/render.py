@@ -13,7 +13,7 @@ from .record import Record
 
 HEADER = ("text", "arm", "speed / plain", "predicted", "tok/s", "end to end", "first token s", "drafts kept",
           "tokens a round", "memory", "output", "")
-CSV = ("category", "prompts", "tps", "end_to_end_tps", "ttft_s", "draft_prompt_s", "predicted", "drafted", "accepted",
+CSV = ("category", "prompts", "tps", "end_to_end_tps", "ttft_s", "draft_prompt_s", "predicted", "drafted", "accepted", "looked_up",
        "acceptance_rate", "tokens_per_round", "peak_memory_bytes", "identical", "ties", "bugs", "moved", "mode")
 
 
@@ -110,6 +110,7 @@ def _remark(row: Row) -> str:
     said += ["a loss"] * bool(row.speedup and row.speedup["median"] < 1)
     said += [row.mode] * (row.arm.engine == OURS and row.arm.k != 0 and row.mode != "speculative")
     said += [f"draft prefill {number(row.draft_prompt_s)} s"] * (row.draft_prompt_s is not None)
+    said += [f"{row.looked_up} drafts looked up"] * bool(row.looked_up)
     return "; ".join(said + ["MOVED"] * bool(row.moved))
 
 

@@ -166,12 +166,15 @@ def _identity(pair: Any, ids: list[int], arm: Arm, replies: dict[Arm, Any], opti
 
 
 def predicted(run: dict[str, Any], tokens: int, costs: Costs) -> float | None:
-    """The speed-up of a reply's own rounds: its tokens over what k draft steps and a pass over k + 1 rows cost in each,
-    in target steps. None where a round was larger than what was timed."""
+    """The speed-up of a reply's own rounds: its tokens over what the draft's steps and a pass over k + 1 rows cost in each,
+    in target steps; looking up is free. None where a round was larger than what was timed."""
     by_place = run["drafted_by_position"]
-    if not tokens or len(by_place) >= len(costs.rows_s) or by_place and costs.step_s is None:
+    drafted = sum(by_place) - run["looked_up"]
+    if not tokens or len(by_place) >= len(costs.rows_s) or drafted and costs.step_s is None:
         return None
-    spent = run["rounds"] * costs.rows_s[0] + costs.start_s * sum(by_place[:1])
+    spent = run["rounds"] * costs.rows_s[0]
     for place, rounds in enumerate(by_place):
-        spent += rounds * (costs.step_s + costs.rows_s[place + 1] - costs.rows_s[place])
+        spent += rounds * (costs.rows_s[place + 1] - costs.rows_s[place])
+    if drafted:  # a round is taken to be looked up as often as a token
+        spent += drafted * (costs.step_s + costs.start_s * by_place[0] / sum(by_place))
     return tokens * costs.rows_s[0] / spent

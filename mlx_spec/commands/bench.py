@@ -27,7 +27,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add("--prompts", metavar="LIST", default=",".join(texts.CATEGORIES),
         help="kinds of text, or .jsonl files with `text` (or GSM8K's `question`, HumanEval's `prompt`)")
     add("--each", type=int, metavar="N", help="prompts of a kind at most, 0: all (default: 4; with --quick 2)")
-    add("-k", metavar="LIST", help="draft lengths, 0: plain (default: the library's own, 0 and 4; with --quick without 4)")
+    add("-k", metavar="LIST", help="draft lengths, 0: plain (default: auto,0,4; with --quick auto,0)")
     add("--temp", metavar="LIST", default="0", help="temperatures")
     add("--verify", choices=VERIFY_RULES, default="match",
         help="above temperature 0; only with match can the output be compared with plain decoding")
@@ -68,7 +68,7 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _asked(args: argparse.Namespace) -> tuple[list, list[float], list[str], Options]:
-    ks = [_k(k) for k in _list(args.k or f"{Options.num_draft_tokens},0" + ("" if args.quick else ",4"))]
+    ks = [_k(k) for k in _list(args.k or ("auto,0" if args.quick else "auto,0,4"))]
     temperatures, baselines = [_temperature(t) for t in _list(args.temp) or ["0"]], _list(args.baseline)
     tokens = (48 if args.quick else 96) if args.max_tokens is None else args.max_tokens
     if unknown := set(baselines) - set(BASELINES):
