@@ -1,7 +1,4 @@
-"""Loads an MLX model folder through mlx-lm, after checking what mlx-lm would trip over.
-
-Every fault is one line that names the file. Knows nothing of pairs or downloads.
-"""
+"""Loads an MLX model folder through mlx-lm; every fault that it would trip over is one line that names the file."""
 
 from __future__ import annotations
 
@@ -75,7 +72,8 @@ def _check_shard(path: Path) -> None:
     try:
         safe_open(path, framework="np")  # compares what the header promises with the file's length
     except (SafetensorError, OSError) as e:
-        raise PairError(f"{path} is not a whole safetensors file: cut short or damaged ({first_line(e)}); {_AGAIN}") from e
+        raise PairError(f"{path} is not a whole safetensors file: cut short or damaged "
+                        f"({first_line(e)}); {_AGAIN}") from e
 
 
 def _end_ids(*configs: dict[str, Any]) -> list[int]:

@@ -30,7 +30,8 @@ MAX_SPECIAL_DIFFERENCES = 16
 
 
 class Pair:
-    """A target and what speeds it up. Weights are evaluated in the thread that makes the pair.
+    """A target and what speeds it up. Weights are evaluated in the thread that makes the pair. Raises PairError
+    when the tokenizers give the same id to different strings.
 
     target, draft: loaded mlx-lm models; draft may be None (plain decoding), the target itself, or a
     module that reads the target's hidden states (`drafters/heads.py`, `drafters/mlp.py`).
@@ -41,8 +42,6 @@ class Pair:
     draft_max_length: tokens the draft can read, None when unknown. end_ids: tokens that end a reply.
     notes: what a user should know. compiled, quantised, costs, learnt: what was found out about the
     models, the last by earlier requests.
-
-    Raises PairError when the tokenizers give the same id to different strings.
     """
 
     def __init__(self, target: nn.Module, draft: nn.Module | None = None, tokenizer: Any = None, *,
@@ -127,11 +126,8 @@ def _end_ids(tokenizer: TokenizerWrapper | None) -> frozenset[int]:
 
 
 def compare_tokenizers(target: Any, draft: Any) -> tuple[str, ...]:
-    """Notes on special tokens that differ; the same id must otherwise mean the same string.
-
-    Judged by content: a vocabulary size says nothing, heads are padded. Ids that only one of
-    them has do no harm: the draft is cut to what the target knows. Raises PairError.
-    """
+    """Notes on special tokens that differ; the same id must otherwise mean the same string. Ids that only one of them
+    has do no harm: the draft is cut to what the target knows. Raises PairError."""
     ours, theirs = ({i: s for s, i in t.get_vocab().items()} for t in (target, draft))
     special = _special_ids(target) | _special_ids(draft)
     differing = [i for i in sorted(ours.keys() & theirs.keys()) if ours[i] != theirs[i]]
@@ -158,16 +154,13 @@ def _special_ids(tokenizer: Any) -> set[int]:
 def load(target: str | Path, draft: str | Path | bool | None = None, *, adapter_path: str | Path | None = None,
          draft_adapter_path: str | Path | None = None, revision: str | None = None, draft_revision: str | None = None,
          trust_remote_code: bool = False, draft_required: bool = True, on_progress: OnProgress | None = None) -> Pair:
-    """Loads a pair, downloading what is not on this machine.
+    """Loads a pair, downloading what is not on this machine. Raises PairError and DownloadError, one line each; for the
+    draft they begin with "draft".
 
-    target: a name of the catalogue, a hub repository, an mlx-lm model folder or a .gguf file.
-    draft: likewise, or a draft on the target's hidden states, which needs no tokenizer; None is the
-    catalogue's draft if the target's name is a pair's, otherwise no draft; False is no draft. The
-    target's adapter never reaches the draft.
-    draft_required: False turns a draft that fails into a note on a pair without one.
-    on_progress: called with (bytes done, bytes in all) while downloading.
-
-    Raises PairError and DownloadError, one line each; for the draft they begin with "draft".
+    target: a name of the catalogue, a hub repository, an mlx-lm model folder or a .gguf file. draft: likewise, or a
+    draft on the target's hidden states; None is the catalogue's draft if the target's name is a pair's, otherwise no
+    draft; False is no draft. The target's adapter never reaches it. draft_required: False turns a draft that fails into
+    a note on a pair without one. on_progress: called with (bytes done, bytes in all) while downloading.
     """
     target = str(target)
     entry = find(target)
@@ -186,7 +179,8 @@ def load(target: str | Path, draft: str | Path | bool | None = None, *, adapter_
             if draft_adapter_path is not None:
                 raise PairError("a draft on hidden states takes no adapter")
             return Pair(model, load_saved(path), tokenizer, name=target, notes=(*notes, *_made_for(path, target)))
-        other, other_tokenizer, _ = _load_one(str(draft), draft_adapter_path, draft_revision, trust_remote_code, on_progress)
+        other, other_tokenizer, _ = _load_one(str(draft), draft_adapter_path, draft_revision, trust_remote_code,
+                                              on_progress)
         if path.is_dir() and about(path).get("kind") == "draft":
             share_ends(other, model, embedding(model)[1](mx.array([0])).dtype)
         return Pair(model, other, tokenizer, draft_tokenizer=other_tokenizer, name=target, notes=notes)

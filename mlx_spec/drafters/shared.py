@@ -13,11 +13,8 @@ from ..shapes import Float, Integer
 
 
 class Shared:
-    """No module, so that the target's weights are not taken for the drafter's own.
-
-    ids: the output ids, in the order of the drafter's logits. embed: token ids to vectors. head and
-    whole: (rows, dim) final states to the target's logits of these ids, and of all.
-    """
+    """No module, so that the target's weights are not taken for the drafter's own. embed: token ids to vectors. head
+    and whole: (rows, dim) final states to the target's logits of `ids`, in their order, and of all."""
 
     def __init__(self, target: nn.Module, ids: Integer[mx.array, "reduced"], dim: int, depths: Sequence[int] = ()):
         self.ids = ids

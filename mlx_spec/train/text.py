@@ -29,20 +29,7 @@ TURN_TOKENS, TURN_TEMPERATURES = 128, (0.9, 1.0)
 ANSWER_TOKENS, ANSWER_TEMPERATURES = 224, (0.0, 0.4, 0.6, 0.8)
 # How a user may begin. Left to itself a target's users ask for advice, most of them; every other turn
 # begins with one of these, so that a draft also learns how its target writes code, sums and stories.
-OPENERS = (
-    "Write a function in Python that", "Write a SQL query", "Fix the bug in this code:\n", "Explain what this code does:\n",
-    "Write a bash script", "Write a class in Java", "Write JavaScript code", "Write an HTML page",
-    "Translate the following sentence to French:", "Translate into Spanish:", "Translate this into German:", "How do you say",
-    "Summarize the following text:\n", "Give me a one-sentence summary of", "Rewrite the following paragraph", "Correct the errors in",
-    "Make this sentence more formal:", "Shorten this text:", "Turn the following into a list:", "Convert this to JSON:",
-    "Extract the names from", "Put the following in a table:", "Classify the sentiment of", "Answer with yes or no:",
-    "Solve the equation", "A train leaves", "If a shirt costs", "What is the sum of", "Calculate the area of", "How many ways",
-    "Tom has", "Convert 5", "Prove that", "Write a short story about", "Write a poem about", "Begin a novel in which",
-    "Write a dialogue between", "Write a letter to", "Write an email to", "Write a product description", "Write a review of",
-    "Explain to a child", "What is the difference between", "Why does", "Who was", "When did", "Describe how", "List five",
-    "Name three", "Give me step-by-step instructions", "What are the pros and cons of", "Plan a", "Suggest", "My friend",
-    "I have been", "Read this text and answer the question:\n", "Given the following recipe", "Pretend that you are",
-)
+OPENERS = tuple(json.loads(Path(__file__).with_name("openers.json").read_text(encoding="utf-8")))
 BARREN = 8  # batches without one new turn, after which asking on is useless
 
 NO_FORM = 'it must be JSON: {"prompt", "answer"}, {"messages"} or {"text"}, in text or token ids'
