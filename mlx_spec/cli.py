@@ -22,6 +22,7 @@ COMMANDS = {
     "pairs": "commands.pairs",
     "pull": "commands.pull",
     "train": "commands.train",
+    "advise": "commands.advise",
     "bench": "commands.bench",
     "doctor": "commands.doctor",
 }

@@ -174,20 +174,31 @@ def load(target: str | Path, draft: str | Path | bool | None = None, *, adapter_
     try:
         if (str(draft), draft_revision, draft_adapter_path) == (target, revision, adapter_path):
             return Pair(model, model, tokenizer, name=target, notes=notes)
-        path = locate(str(draft), draft_revision, on_progress)
-        if is_saved(path):
-            if draft_adapter_path is not None:
-                raise PairError("a draft on hidden states takes no adapter")
-            return Pair(model, load_saved(path), tokenizer, name=target, notes=(*notes, *_made_for(path, target)))
-        other, other_tokenizer, _ = _load_one(str(draft), draft_adapter_path, draft_revision, trust_remote_code,
-                                              on_progress)
-        if path.is_dir() and about(path).get("kind") == "draft":
-            share_ends(other, model, embedding(model)[1](mx.array([0])).dtype)
-        return Pair(model, other, tokenizer, draft_tokenizer=other_tokenizer, name=target, notes=notes)
+        return _join(model, tokenizer, target, notes, str(draft), draft_adapter_path, draft_revision, trust_remote_code,
+                     on_progress)
     except SpecError as e:
         if draft_required:
             raise type(e)(f"draft {draft}: {e}") from e
         return Pair(model, None, tokenizer, name=target, notes=(*notes, f"draft off: {e}"))
+
+
+def join(pair: Pair, draft: str) -> Pair:
+    """The same target with that draft, by its name. Raises PairError and DownloadError."""
+    return _join(pair.target, pair.tokenizer, pair.name, pair.notes, draft)
+
+
+def _join(model: nn.Module, tokenizer: TokenizerWrapper, target: str, notes: tuple[str, ...], draft: str,
+          adapter: str | Path | None = None, revision: str | None = None, trusted: bool = False,
+          on_progress: OnProgress | None = None) -> Pair:
+    path = locate(draft, revision, on_progress)
+    if is_saved(path):
+        if adapter is not None:
+            raise PairError("a draft on hidden states takes no adapter")
+        return Pair(model, load_saved(path), tokenizer, name=target, notes=(*notes, *_made_for(path, target)))
+    other, other_tokenizer, _ = _load_one(draft, adapter, revision, trusted, on_progress)
+    if path.is_dir() and about(path).get("kind") == "draft":
+        share_ends(other, model, embedding(model)[1](mx.array([0])).dtype)
+    return Pair(model, other, tokenizer, draft_tokenizer=other_tokenizer, name=target, notes=notes)
 
 
 def _made_for(draft: Path, target: str) -> tuple[str, ...]:

@@ -54,6 +54,11 @@ class Seen:
                     self._earlier = self._ends.get(run)
                 self._ends[run] = len(self._ids) - 1
 
+    def continuation(self, k: int) -> list[int]:
+        """What `propose` gives, none without a match."""
+        at, end = self._earlier, len(self._ids)
+        return [] if at is None else [self._ids[at + 1 + i % (end - 1 - at)] for i in range(k)]
+
     def matched(self) -> int:
         """How many of the newest tokens occurred before where `propose` looks, 16 at most; 0: no match."""
         at, ids, n = self._earlier, self._ids, 0

@@ -1,0 +1,150 @@
+"""Which draft of those on this machine makes a target faster, and by how much: predicted from
+measured costs and from how often its tokens stand on a few real prompts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable, Iterator, Sequence
+
+from huggingface_hub import CacheNotFound, scan_cache_dir
+from mlx_lm.utils import load_tokenizer
+
+from .bench import texts
+from .control import LARGEST, LOOKUP_KS, Fixed
+from .costs import Costs, best, measure
+from .drafters.lookup import Seen
+from .drafters.saved import is_saved
+from .engine import Decoder
+from .errors import PairError, SpecError, first_line
+from .hub import cached_repo
+from .names import catalogue, find, locate
+from .pairs import Pair, compare_tokenizers, join
+from .prompts import encode
+from .types import Options
+
+LOOKUP = "prompt lookup"
+PROMPTS, TOKENS = 8, 48  # and so many of each reply
+TRIED_K = 4  # where acceptance is read off; further places are taken to be like the last
+WORTH = 1.02  # less is not told from noise
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One draft. speedup: over plain decoding, predicted for k drafts a round; 1.0 and 0 where no k
+    pays. acceptance: by place, each once those before it stood. error: why it can't be used."""
+
+    draft: str
+    k: int = 0
+    speedup: float = 1.0
+    acceptance: tuple[float, ...] = ()
+    c: float | None = None
+    error: str | None = None
+
+    @property
+    def helps(self) -> bool:
+        return self.speedup >= WORTH
+
+
+def advise(pair: Pair, folders: Sequence[str | Path] = (), prompts: Sequence[str] = texts.CATEGORIES[:4],
+           on_draft: Callable[[str], None] = lambda name: None) -> list[Advice]:
+    """Every draft for a pair's target, the best first, then those that can't be used.
+
+    folders: where drafts are, beside the hub's cache and the catalogue; a draft itself, or a folder
+    of them. prompts: kinds of `bench/texts.py`, or .jsonl files; 8 in all are used. on_draft: told
+    each name before it is tried. Evaluates, and loads one draft at a time. Raises ValueError and
+    SpecError where the target or the prompts are of no use.
+    """
+    if pair.target_profile.reason:
+        raise SpecError(f"{pair.name} decodes plainly with every draft: {pair.target_profile.reason}")
+    ids = [encode(pair.tokenizer, p.messages, vocab_size=pair.vocab_size)[0] for p in _prompts(prompts)]
+    on_draft(LOOKUP)
+    alone = Pair(pair.target, None, pair.tokenizer, name=pair.name)
+    found = [_lookup(measure(alone), [(i, _reply(alone, i, 0)[1]) for i in ids])]
+    for name in candidates(str(pair.name), folders):
+        on_draft(name)
+        try:
+            _check(pair, locate(name))
+            found.append(_try(join(alone, name), name, ids))
+        except SpecError as e:
+            found.append(Advice(name, error=str(e)))
+    return sorted(found, key=lambda a: (a.error is not None, -a.speedup))
+
+
+def candidates(target: str, folders: Sequence[str | Path] = ()) -> Iterator[str]:
+    """Names, as `locate` takes them, of what is on this machine and smaller than the target."""
+    entry, seen, path = find(target), set(), locate(target)
+    names = [e.draft_name for e in catalogue() if e.draft != "self" and target in (e.name, e.target)]
+    try:
+        names += [r.repo_id for r in scan_cache_dir().repos if r.repo_type == "model"]
+    except CacheNotFound:
+        pass
+    for folder in map(Path, folders):
+        inside = [folder] if (folder / "config.json").exists() else sorted(p.parent for p in folder.glob("*/config.json"))
+        if not inside:
+            raise PairError(f"{folder} holds no models: give a folder with a config.json, or one of such folders")
+        names += [str(p.resolve()) for p in inside]
+    for name in names:
+        here = Path(name) if Path(name).is_absolute() else cached_repo(name)
+        if here and here.resolve() not in seen and (entry is None or name != entry.target) and _size(here) < _size(path):
+            seen.add(here.resolve())
+            yield name
+
+
+def _size(path: Path) -> int:
+    return sum(p.stat().st_size for p in path.glob("*.safetensors")) if path.is_dir() else path.stat().st_size
+
+
+def _prompts(names: Sequence[str]) -> list[texts.Prompt]:
+    """As many of each kind."""
+    return texts.load(names, -(-PROMPTS // len(names)) if names else None)[:PROMPTS]
+
+
+def _check(pair: Pair, path: Path) -> None:
+    """The tokenizers alone first: weights take long to load. Raises PairError."""
+    if path.is_dir() and not is_saved(path):
+        try:
+            tokenizer = load_tokenizer(path)
+        except Exception as e:
+            raise PairError(f"its tokenizer can't be read ({first_line(e)})") from e
+        compare_tokenizers(pair.tokenizer, tokenizer)
+
+
+def _try(pair: Pair, name: str, ids: Sequence[Sequence[int]]) -> Advice:
+    if pair.draft_profile.reason:
+        raise PairError(pair.draft_profile.reason)
+    runs = [_reply(pair, i, TRIED_K)[0].stats for i in ids]
+    stood = [sum(sum(s.accepted_by_position[i : i + 1]) for s in runs) for i in range(TRIED_K)]
+    judged = [sum(sum(s.drafted_by_position[:1]) for s in runs), *stood[:-1]]
+    found = [s / j for s, j in zip(stood, judged) if j]
+    limit = getattr(pair.draft, "largest", LARGEST)
+    acceptance = (found + [found[-1]] * LARGEST)[: min(limit, LARGEST)] if found else []
+    costs = measure(pair)
+    k, gain = best(costs, acceptance)
+    return Advice(name, k, gain, tuple(acceptance), costs.c)
+
+
+def _reply(pair: Pair, ids: Sequence[int], k: int) -> tuple[Decoder, list[int]]:
+    decoder = Decoder(pair, ids, Options(max_tokens=TOKENS), controller=Fixed(k))
+    return decoder, [t.id for chunk in decoder.chunks() for t in chunk.tokens]
+
+
+def _lookup(costs: Costs, replies: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Advice:
+    """What prompt lookup would have done with replies that are known; a round without a match is plain."""
+    plain = sum(len(reply) for _, reply in replies) * costs.rows_s[0]
+    spent = {k: sum(_looked_up(costs, ids, reply, k) for ids, reply in replies) for k in LOOKUP_KS}
+    k = min(spent, key=spent.get)
+    gain = plain / spent[k] if spent[k] else 1.0
+    return Advice(LOOKUP, k, gain) if gain > 1 else Advice(LOOKUP)
+
+
+def _looked_up(costs: Costs, ids: Sequence[int], reply: Sequence[int], k: int) -> float:
+    seen, seconds, at = Seen(ids), 0.0, 0
+    while at < len(reply):
+        wanted, found = reply[at : at + k + 1], seen.continuation(k)
+        kept = next((i for i, (a, b) in enumerate(zip(found, wanted)) if a != b), min(len(found), len(wanted)))
+        seconds += costs.rows_s[k if found else 0]
+        seen.add(reply[at : at + kept + 1])
+        at += kept + 1
+    return seconds

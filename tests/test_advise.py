@@ -1,0 +1,124 @@
+"""Which draft fits: candidates by content, predictions from costs and acceptance, a verdict that may be none."""
+
+import json
+
+import pytest
+import tiny
+from huggingface_hub import CacheNotFound, scan_cache_dir
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_spec import advise as module
+from mlx_spec import cli
+from mlx_spec.advise import LOOKUP, advise, candidates
+from mlx_spec.costs import Costs
+from mlx_spec.pairs import load
+
+FLAT = (1.0, *(1.02 for _ in range(8)))
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """A target whose upper two layers add nothing; of drafts its lower half, a stranger, one with another tokenizer, a broken one."""
+    root = tmp_path_factory.mktemp("shelf")
+    target = tiny.make("llama", num_hidden_layers=4)
+    for layer in target.layers[2:]:
+        layer.self_attn.o_proj.weight *= 0
+        layer.mlp.down_proj.weight *= 0
+    tiny.write_folder(root / "target", model=target, num_hidden_layers=4)
+    half = tiny.make("llama")
+    own = dict(tree_flatten(target.parameters()))
+    half.update(tree_unflatten([(name, own[name]) for name, _ in tree_flatten(half.parameters())]))
+    tiny.write_folder(root / "drafts/half", model=half)
+    tiny.write_folder(root / "drafts/stranger", seed=9)
+    other = tiny.write_folder(root / "drafts/other")
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"A": 65', '"A": 66').replace('"B": 66', '"B": 65'))
+    broken = tiny.write_folder(root / "drafts/broken")
+    (broken / "model.safetensors").write_bytes(b"no")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """No hub cache, short replies, drafts that cost a tenth of a flat target."""
+    def empty():
+        raise CacheNotFound("none", cache_dir="none")
+
+    monkeypatch.setattr(module, "scan_cache_dir", empty)
+    monkeypatch.setattr(module, "TOKENS", 16)
+    monkeypatch.setattr(module, "PROMPTS", 2)
+    monkeypatch.setattr(module, "measure", lambda pair: Costs(FLAT, None if pair.draft is None else 0.1))
+
+
+def test_every_draft_is_tried_and_what_can_not_be_used_is_said(shelf):
+    found = advise(load(str(shelf / "target"), False), [shelf / "drafts"])
+    by = {a.draft.rpartition("/")[2]: a for a in found}
+    assert set(by) == {LOOKUP, "half", "stranger", "other", "broken"}
+    assert "another tokenizer" in by["other"].error and by["broken"].error and by["half"].error is None
+    assert all(a.error for a in found[-2:]) and by["half"].acceptance == (1.0,) * 8 and by["half"].c == pytest.approx(0.1)
+    usable = [a.speedup for a in found if not a.error]
+    assert usable == sorted(usable, reverse=True) and min(usable) >= 1
+
+
+def test_the_prediction_is_that_of_the_costs_and_the_acceptance(shelf):
+    [found] = [a for a in advise(load(str(shelf / "target"), False), [shelf / "drafts/half"]) if a.draft != LOOKUP]
+    costs = Costs(FLAT, 0.1)
+    wanted = max([1.0, *(costs.speedup(found.acceptance, k) for k in range(1, 9))])
+    assert found.speedup == pytest.approx(wanted) and (found.k == 0) == (wanted == 1)
+
+
+def test_lookup_is_predicted_by_replaying_known_replies():
+    costs = Costs(FLAT, None)
+    copied = module._lookup(costs, [(list(range(20)), list(range(4, 20)))] )
+    new = module._lookup(costs, [(list(range(20)), list(range(30, 50)))])
+    assert copied.draft == new.draft == LOOKUP and new.k == 0 and new.speedup == 1
+    phrase = list(range(40))
+    again = module._lookup(costs, [([*phrase, 50, *phrase[:3]], phrase[3:])])
+    assert again.k == 8 and again.speedup == pytest.approx(37 / (5 * 1.02))
+
+
+def test_candidates_are_smaller_than_the_target_and_named_once(shelf):
+    names = list(candidates(str(shelf / "target"), [shelf / "drafts", shelf / "drafts/half", shelf]))
+    assert [n.rpartition("/")[2] for n in names].count("half") == 1 and str(shelf / "target") not in names
+    with pytest.raises(Exception, match="holds no models"):
+        list(candidates(str(shelf / "target"), [shelf / "target" / "none"]))
+
+
+def test_what_the_hubs_cache_holds_whole_is_a_candidate(shelf, tmp_path, monkeypatch):
+    cache = tmp_path / "hub"
+    for name, files in {"whole": True, "part": False}.items():
+        snapshot = cache / f"models--org--{name}/snapshots/{'a' * 40}"
+        snapshot.parent.mkdir(parents=True)
+        (cache / f"models--org--{name}/refs").mkdir()
+        (cache / f"models--org--{name}/refs/main").write_text("a" * 40)
+        tiny.write_folder(snapshot)
+        if not files:
+            (snapshot / "model.safetensors").unlink()
+    monkeypatch.setattr(module, "scan_cache_dir", lambda: scan_cache_dir(cache))
+    found = {f"org/{n}": cache / f"models--org--{n}/snapshots/{'a' * 40}" for n in ("whole", "part")}
+    monkeypatch.setattr(module, "cached_repo", lambda name: found[name] if (found[name] / "model.safetensors").exists() else None)
+    assert list(candidates(str(shelf / "target"))) == ["org/whole"]
+
+
+def test_the_command_prints_a_table_and_the_winners_command(shelf, capsys, monkeypatch):
+    monkeypatch.setattr(module, "measure", lambda pair: Costs(FLAT, None if pair.draft is None else 0.0))
+    target = str(shelf / "target")
+    assert cli.main(["advise", "--target", target, "--drafts", str(shelf / "drafts"), "--prompts", "code"]) == 0
+    shown = capsys.readouterr()
+    assert "can't be used: the draft has another tokenizer" in shown.out and "trying" in shown.err
+    assert shown.out.strip().splitlines()[-1].startswith(f"mlx_spec generate --target {target} --draft {shelf}/drafts/half ")
+
+
+def test_where_none_helps_the_command_says_so(shelf, capsys, monkeypatch):
+    """A06: a draft that loses is not recommended."""
+    steep = tuple(float(m) for m in range(1, 10))
+    monkeypatch.setattr(module, "measure", lambda pair: Costs(steep, None if pair.draft is None else 1.0))
+    arguments = ["advise", "--target", str(shelf / "target"), "--drafts", str(shelf / "drafts/half")]
+    assert cli.main(arguments) == 0 and "none helps here" in capsys.readouterr().out
+    assert cli.main([*arguments, "--json"]) == 0
+    assert all(a["speedup"] == 1 for a in json.loads(capsys.readouterr().out))
+
+
+def test_wrong_prompts_are_said_before_anything_is_loaded(capsys):
+    assert cli.main(["advise", "--target", "nowhere/none", "--prompts", "poems"]) == 1
+    assert "poems" in capsys.readouterr().err
