@@ -28,7 +28,7 @@ from mlx_spec.recurrent.state import Recurrent
 from mlx_spec.types import Options
 
 IDEAL_TARGET = 0.85
-CONTEXT = 200
+CONTEXT = 64
 VOCAB = 32768
 TARGET = dict(layers=24, width=1024, heads=16)
 DRAFT = dict(layers=4, width=512, heads=8)

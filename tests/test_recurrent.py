@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
-from helpers import Scripted, decode, heads, mlp, plain
+from helpers import Counting, Scripted, decode, heads, mlp, plain
 from mlx_lm.models import qwen3_next
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from test_cache import Stream, random_stream
@@ -84,12 +84,25 @@ def test_target_and_draft_may_keep_different_kinds_of_state(target, draft):
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
-@pytest.mark.parametrize("ks", [(4,), (0, 3, 0, 8), (1, 0, 0, 0, 5), (2,) + (0,) * 20])
+@pytest.mark.parametrize("ks", [(4,), (0, 3, 0, 8), (2,) + (0,) * 20, (3, (4, "lookup"), 2, (8, "lookup"), (8, "lookup"), 0)])
 @pytest.mark.parametrize("name", ["qwen3_next", "recurrent_gemma"])
 def test_a_twin_draft_keeps_everything_through_every_switch(name, ks, run_ahead):
     """No token is read twice into a draft's state, and none is left out."""
-    decoder, ids = decode(pair(name, "same"), tiny.PROMPT, controller=Scripted(*ks), max_tokens=60, run_ahead=run_ahead)
-    assert ids == reference(name)[:60] and decoder.stats.acceptance_rate == 1
+    decoder = Decoder(pair(name, "same"), tiny.PROMPT, Options(max_tokens=60), controller=Scripted(*ks), run_ahead=run_ahead)
+    plans, build = [], decoder._plan
+    decoder._plan = lambda choice: (plans.append((choice, build(choice))), plans[-1][1])[1]
+    rounds = [[t for t in chunk.tokens] for chunk in decoder.chunks()]
+    assert [t.id for tokens in rounds for t in tokens] == reference(name)[:60]
+    drafted = [tokens for (choice, _), tokens in zip(plans, rounds) if choice.k and choice.source == "draft"]
+    assert drafted and not any(t.origin == "correction" for tokens in drafted for t in tokens)
+
+
+def test_a_recurrent_draft_reads_no_more_than_it_may_have_missed():
+    """Rounded up to a common shape it would read far past the newest token, where MLX checks no bounds."""
+    decoder = Decoder(pair("qwen3_next", "same"), tiny.PROMPT * 3, Options(max_tokens=60))
+    decoder.context.read(decoder.history, 0)
+    decoder.missed = 8
+    assert decoder._bucket() == 9
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -201,6 +214,13 @@ def test_kv_bits_quantises_the_full_layers_as_mlx_lm_does():
     assert decode(p, tiny.PROMPT, max_tokens=60, num_draft_tokens=3, **options)[1] == plain(p.target, tiny.PROMPT, 60, **options)
     with pytest.raises(ValueError, match="max_kv_size can't be honoured: the target makes caches of its own kind"):
         decode(p, tiny.PROMPT, max_kv_size=64)
+
+
+def test_a_processor_that_keeps_state_is_judged_position_by_position():
+    p = pair("qwen3_next")
+    decoder, ids = decode(p, tiny.PROMPT, max_tokens=30, num_draft_tokens=3, logits_processors=(Counting(),))
+    assert "position by position" in decoder.stats.mode
+    assert ids == plain(p.target, tiny.PROMPT, 30, logits_processors=[Counting()])
 
 
 def test_weights_may_be_quantised():

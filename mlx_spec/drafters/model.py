@@ -108,6 +108,7 @@ class RecurrentDrafter(ModelDrafter):
     def read(self, state: Any, tokens: Sequence[int], start: int, bound: int) -> Any:
         caches, read = state
         known = read.item() - start
+        assert known >= 0  # or tokens are left out
         if known >= len(tokens):
             return state
         return super().read(caches, tokens[known:], start + known, bound), mx.array([start + len(tokens)])
