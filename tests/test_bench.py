@@ -244,6 +244,8 @@ def test_losses_are_said_and_acceptance_is_no_speed():
     chat, code = ([line for line in out.splitlines() if line.startswith(f"| {c} ") and "k=4" in line] for c in ("chat", "code"))
     assert "a loss" in chat[0] and "10 of 40" not in chat[0] and "30 of 120 (25%)" in chat[0] and "a loss" not in code[0]
     assert figures.advice(found) == "On this Apple M4 Pro use k=4 (1.25x, not certain); for chat leave speculation off (k=0)."
+    found = made({("chat", 2): 0.6, ("edit", 2): 0.5, ("code", 2): 1.9, ("math", 2): 1.9, ("long", 2): 1.9})
+    assert figures.advice(found).endswith("; for chat, edit leave speculation off (k=0).")
     found = made({(c, k): v for c in ("chat", "edit") for k, v in ((2, 1.3), (4, 1.1))} | {("code", 2): 1.2, ("code", 4): 1.8})
     assert figures.advice(found) == "On this Apple M4 Pro use k=2 (1.56x); for code use k=4 (2.16x)."
     assert "leave speculation off (k=0)" in figures.advice(made({("chat", 2): 0.6}))

@@ -116,9 +116,13 @@ def advice(record: Record) -> str:
     if not best:
         return "Nothing was finished, so there is no advice."
     main = best.pop(ALL, None) if ALL in best else best.pop(next(iter(best)))
-    others = [f"for {c} {_use(row)}" for c, row in best.items() if (row and row.arm.k) != (main and main.arm.k)]
+    others: dict[str, list[str]] = {}
+    for category, row in best.items():
+        if (row and row.arm.k) != (main and main.arm.k):
+            others.setdefault(_use(row), []).append(category)
+    parts = [_use(main), *(f"for {', '.join(names)} {use}" for use, names in others.items())]
     where = record["card"]["chip"] or record["card"]["system"]
-    return f"On this {where}{' (CPU)' if record['card']['device'] == 'cpu' else ''} {'; '.join([_use(main), *others])}."
+    return f"On this {where}{' (CPU)' if record['card']['device'] == 'cpu' else ''} {'; '.join(parts)}."
 
 
 def _best(candidates: Iterable[Row]) -> Row | None:
