@@ -166,7 +166,7 @@ class Arena:
         ids, notes = encode(pair.tokenizer, [*start, *said], vocab_size=pair.vocab_size)
         lanes = [self._lane(name, session, ids, options.but(should_cancel=job.cancelled)) for name in MODES[mode]]
         views = {lane.name: View(pair.tokenizer.detokenizer) for lane in lanes}
-        thinks = pair.tokenizer.decode(ids[-4:]).rstrip().endswith("<think>")
+        thinks = pair.tokenizer.decode(ids[-16:]).rstrip().endswith("<think>")
         reply = Reply(views, options, options.seed, thinks, (*pair.notes, *notes))
         try:
             self._run(job, lanes, reply)

@@ -131,14 +131,16 @@ def test_roles_alternate_after_a_reply_that_was_stopped_before_its_first_token(o
 def test_a_draft_changes_neither_the_prompt_nor_what_counts_as_thinking(open_page, opens):
     """A73: and A72, whoever writes the opening tag."""
     template = tiny.CHAT_TEMPLATE + ("{% if add_generation_prompt %}<think>\n{% endif %}" if opens else "")
-    reply, seen = ("" if opens else "<think>\n") + "17*23\n</think>\n\n391", {}
+    reply = ("" if opens else "<think>\n") + "17*23\n</think>\n\n391"
     page = open_page(scripted(reply, "What is 17*23?", template))
-    for mode, k in (("plain", 4), ("speculative", 0), ("speculative", 4)):
-        visitor = Visitor()
-        visitor.formatted = True
-        found = ask(page, visitor, "What is 17*23?", mode, settings=[*SETTINGS[:5], 64, k, "match"])
-        seen[mode, k] = (found[page.replies[mode]].rpartition("</div>")[2], found[page.answers[mode]]["value"])
-    assert set(seen.values()) == {('<details class="thought"><summary>thinking</summary>17*23</details>', "391")}
+    whole = '<details class="thought"><summary>thinking</summary>17*23</details>', "391"
+    cut = '<details class="thought" open><summary>thinking, not finished</summary>17*23</details>', ""
+    for tokens, wanted in ((64, whole), (5 if opens else 13, cut)):
+        for mode, k in (("plain", 4), ("speculative", 0), ("speculative", 4)):
+            visitor = Visitor()
+            visitor.formatted = True
+            seen = ask(page, visitor, "What is 17*23?", mode, settings=[*SETTINGS[:5], tokens, k, "match"])
+            assert (seen[page.replies[mode]].rpartition("</div>")[2], seen[page.answers[mode]]["value"]) == wanted
 
 
 def test_a_prompt_that_was_read_before_is_answered_again(open_page):
