@@ -31,12 +31,12 @@ LOOK = Path(text.__file__).parent
 EXAMPLES = json.loads((LOOK / "examples.json").read_text())
 MODES = ("race", "speculative", "plain")
 LANES = (numbers.PLAIN, numbers.SPECULATIVE)
-DEFAULT_K = 4
+DEFAULT_K = "auto"
 PLOT_S = 1.0  # between two drawings of the plots
 MATHS = [{"left": "$$", "right": "$$", "display": True}]
 COLOURS = {numbers.PLAIN: "#94a3b8", numbers.SPECULATIVE: "#16a34a"}
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "num_draft_tokens", "verify")
-WHOLE = ("top_k", "max_tokens", "num_draft_tokens")
+WHOLE = ("top_k", "max_tokens")
 
 
 class Page:
@@ -103,7 +103,8 @@ class Page:
                     gr.Slider(0, 1, 0, step=0.01, label="Min-p (0: off)", min_width=250),
                     gr.Textbox(label="Seed (empty: a new one)", min_width=250),
                     gr.Slider(1, 4096, 256, step=1, label="Max tokens", min_width=250),
-                    gr.Slider(0, 8, DEFAULT_K, step=1, label="k (0: plain)", min_width=250, elem_id="k"),
+                    gr.Dropdown([DEFAULT_K, *range(9)], value=DEFAULT_K, label="k: tokens drafted a round", min_width=250,
+                                info="auto: as many as pay on this machine", elem_id="k"),
                     gr.Dropdown(VERIFY_RULES, value="match", label="Rule at a temperature", min_width=250,
                                 info="match: both columns draw with one seed, so identity is checked"),
                 ]
@@ -280,7 +281,9 @@ def options_of(settings: Sequence[Any]) -> dict[str, Any]:
     seed = (options["seed"] or "").strip()
     if seed and not seed.isdecimal():
         raise ValueError(f"seed must be a whole number, or empty for a new one; got {seed!r}")
-    return options | {name: int(options[name]) for name in WHOLE} | {"seed": int(seed) if seed else None}
+    k = options["num_draft_tokens"]
+    whole = {name: int(options[name]) for name in WHOLE} | {"num_draft_tokens": k if k == DEFAULT_K else int(k)}
+    return options | whole | {"seed": int(seed) if seed else None}
 
 
 def place_html(said: str, bad: bool = False) -> str:

@@ -24,8 +24,8 @@ EVIL = ["<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "[x](javasc
 SETTINGS = [0, 1, 0, 0, "", 256, 4, "match"]
 
 
-def view(name, words, origin="accepted", tps=10.0, finish=None):
-    stats = Stats(accepted=len(words), drafted=len(words) + 2, rounds=max(len(words), 1), generation_s=len(words) / tps or 0.1,
+def view(name, words, origin="accepted", tps=10.0, finish=None, rounds=None):
+    stats = Stats(accepted=len(words), drafted=len(words) + 2, rounds=rounds or max(len(words), 1), generation_s=len(words) / tps or 0.1,
                   drafted_by_position=[4, 2], accepted_by_position=[3, 1], ttft_s=0.1, mode="speculative")
     pieces = [(word, (Token(i, -0.5, origin),)) for i, word in enumerate(words)]
     return SimpleNamespace(name=name, pieces=pieces, text="".join(words), stats=stats, finish_reason=finish, used_s=1.0,
@@ -226,7 +226,8 @@ def test_what_is_not_known_is_a_dash_and_the_row_can_be_copied():
     assert numbers.NOTHING in numbers.head_html("plain", None, 4)
     empty = reply(words=(), tps=(1.0, 1.0))
     assert "0" in numbers.head_html("speculative", empty.lanes["speculative"], 4)
-    found = numbers.record(reply(seed=7), "a|b")
+    assert "k auto, 4.0<" in numbers.head_html("speculative", view("speculative", "ab", rounds=1), "auto")
+    found = numbers.record(reply(seed=7, num_draft_tokens=4), "a|b")
     assert found["seed"] == 7 and found["verdict"] == "1.62x faster · identical" and found["k"] == 4
     lines = numbers.row_markdown(found).splitlines()
     assert len(lines) == 3 and r"a\|b" in lines[2] and numbers.row_json(found).startswith("{")
@@ -264,6 +265,7 @@ def test_a_retry_takes_a_new_seed_and_settings_arrive(page):
     visitor, settings = Visitor(), [0.7, 0.9, 40.0, 0.05, "7", 32.0, 2.0, "block"]
     send(page, visitor, system="be brief", settings=settings)
     list(page.retry(visitor, "plain", "", *settings))
+    assert page_app.options_of([*SETTINGS[:6], "auto", "match"])["num_draft_tokens"] == "auto"
     (_, mode, first, system), (_, other_mode, second, _) = page.stage.arena.asked
     assert (mode, other_mode, system) == ("race", "plain", "be brief") and first.seed == 7 and second.seed is None
     assert (first.top_k, first.max_tokens, first.num_draft_tokens, first.verify) == (40, 32, 2, "block")

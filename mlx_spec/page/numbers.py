@@ -24,13 +24,14 @@ def shown(value: float | None, form: str) -> str:
     return NOTHING if value is None else form.format(value)
 
 
-def head_html(name: str, view: Any, k: int) -> str:
+def head_html(name: str, view: Any, k: int | str) -> str:
     """A column's name, speed and counts."""
     stats = view.stats if view is not None else Stats()
     facts = [("first token", shown(stats.ttft_s, "{:.2f} s")), ("tokens", stats.generation_tokens)]
     if name == SPECULATIVE:
+        used = f"auto, {stats.drafted / stats.rounds:.1f}" if k == "auto" and stats.rounds else k
         facts += [("accepted", shown(stats.acceptance_rate, "{:.0%}")),
-                  ("tokens a round", shown(stats.tokens_per_round, "{:.2f}")), ("", f"k {k}")]
+                  ("tokens a round", shown(stats.tokens_per_round, "{:.2f}")), ("", f"k {used}")]
     memory = stats.peak_memory_bytes
     facts.append(("peak memory", shown(memory and memory / 1e9, "{:.2f} GB")))
     cells = "".join(f"<span><b>{value}</b> {label}</span>" for label, value in facts)
