@@ -122,8 +122,8 @@ class Page:
 
     def _connect(self) -> None:
         wanted = [self.visitor, self.mode, self.system, *self.settings]
-        shown = [self.returned, self.place, self.history, self.told, self.verdict, *self.columns.values(), *self.replies.values(),
-                 *self.answers.values(), self.over_time, self.by_position, self.row, self.json]
+        shown = [self.returned, self.place, self.history, self.told, self.verdict, *self.columns.values(),
+                 *self.replies.values(), *self.answers.values(), self.over_time, self.by_position, self.row, self.json]
         hidden = dict(show_progress="hidden")
         quiet = hidden | dict(api_visibility="private")
         self.send_button.click(self.send, [self.box, *wanted], shown, api_name="send", trigger_mode="multiple",
@@ -243,8 +243,9 @@ class Page:
         return self._emptied(visitor)
 
     def _emptied(self, visitor: Visitor) -> dict:
-        nothing = dict.fromkeys((self.over_time, self.by_position)) | dict.fromkeys((self.returned, self.place, self.row, self.json), "")
-        return self.reply_update(None, False) | nothing | self.history_update(visitor.messages, visitor.formatted)
+        nothing = dict.fromkeys((self.over_time, self.by_position))
+        nothing |= dict.fromkeys((self.returned, self.place, self.row, self.json), "")
+        return self.show_formatted(visitor.formatted, visitor) | nothing
 
     def show_formatted(self, formatted: bool, visitor: Visitor) -> dict:
         visitor.formatted = formatted

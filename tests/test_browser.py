@@ -68,7 +68,7 @@ def stub():
 
 def visit(browser, address, width=1280):
     tab = browser.new_context(viewport={"width": width, "height": 900}).new_page()
-    tab.set_default_timeout(20_000)
+    tab.set_default_timeout(60_000)  # a machine may have other things to do
     tab.problems = []
     tab.on("dialog", lambda d: (tab.problems.append(d.message), d.dismiss()))
     tab.on("pageerror", lambda e: tab.problems.append(str(e)))
@@ -161,8 +161,7 @@ def test_the_pairs_say_what_is_here_once_one_was_fetched(browser, monkeypatch):
     tab.click("#models button")
     tab.wait_for_timeout(500)
     tab.click("#pair input")
-    tab.wait_for_function("document.querySelector('#pair').innerText.includes('2.0 GB · here') || "
-                          "[...document.querySelectorAll('ul.options li')].some(e => e.innerText.includes('2.0 GB · here'))")
+    tab.wait_for_function("document.querySelector('#pair').innerText.includes('2.0 GB · here')")
     assert tab.problems == []
     page.blocks.close()
 
