@@ -30,6 +30,7 @@ ROWS, DEEP_ROWS = 9, (1, 5, 9)  # deeper down only attention costs more, and eve
 STEPS = 4  # of a draft, timed at once
 SECONDS, BRIEFLY = 1.0, 0.1  # for one figure, where it is that fast
 PIECES = 3
+SLOW_S, PATIENCE_S = 0.05, 10.0  # a pass that takes longer is timed for fewer rows; after so long, at one depth only
 FORMAT = 1
 
 
@@ -96,8 +97,8 @@ def best(costs: Costs, acceptance: Sequence[float]) -> tuple[int, float]:
 def measure(pair: Pair, again: bool = False) -> Costs:
     """A pair's costs for 1 to 9 rows at two depths: those on the disk, or timed now and kept there.
 
-    Takes about 3 seconds on a Mac's GPU and longer where a step takes more than 50 ms. Call it in
-    the thread that decodes. again: time them anew.
+    Meant to take 3 seconds where a pass takes up to 20 ms, and longer where it takes more. Call it
+    in the thread that decodes. again: time them anew.
     """
     if pair.costs is not None and not again:
         return pair.costs
@@ -117,7 +118,7 @@ def measure(pair: Pair, again: bool = False) -> Costs:
 def _stored(path: Any) -> Costs | None:
     try:
         found = json.loads(path.read_text())["costs"]
-        near, deep = (replace(Costs(**part), rows_s=tuple(part["rows_s"]), deep=None) for part in (found, found["deep"]))
+        near, deep = (part and replace(Costs(**part), rows_s=tuple(part["rows_s"]), deep=None) for part in (found, found["deep"]))
         return replace(near, deep=deep)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -142,10 +143,16 @@ def _digest(facts: Any) -> str:
 
 
 def _measure(pair: Pair) -> Costs:
-    near = costs_at(pair, CONTEXT, range(1, ROWS + 1), BRIEFLY)
+    began, fast = time.perf_counter(), target_rows(pair, 1, CONTEXT, BRIEFLY) < SLOW_S
+    every, some = tuple(range(1, ROWS + 1)), (1, 2, 3, 5, 9)
+    measured = every if fast else some
+    near = costs_at(pair, CONTEXT, measured, BRIEFLY)
+    near = replace(near, rows_s=tuple(map(float, np.interp(every, measured, near.rows_s))))
+    if time.perf_counter() - began > PATIENCE_S:
+        return near
     far = costs_at(pair, DEEP, DEEP_ROWS, BRIEFLY)
     more = [max(deep - near.rows_s[m - 1], 0.0) for m, deep in zip(DEEP_ROWS, far.rows_s)]
-    rows = tuple(s + float(np.interp(m + 1, DEEP_ROWS, more)) for m, s in enumerate(near.rows_s))
+    rows = tuple(s + float(np.interp(m, DEEP_ROWS, more)) for m, s in zip(every, near.rows_s))
     mx.clear_cache()
     return replace(near, deep=replace(far, rows_s=rows))
 

@@ -43,10 +43,10 @@ def test_every_kind_of_draft_is_timed(name, draft, tmp_path, monkeypatch):
 def test_a_pair_of_the_same_shapes_is_not_timed_again(timings, tmp_path):
     first = measure(fresh())
     count = len(timings)
-    assert count == 9 + 3 + 2 * 2
+    assert count == 1 + 5 + 3 + 2 * 2  # a pass of a second is slow
     assert measure(fresh(draft_seed=8)) == first and len(timings) == count
     measure(Pair(tiny.make("llama"), None))
-    assert len(timings) == count + 9 + 3 and len(list(tmp_path.glob("costs/*.json"))) == 2
+    assert len(timings) == count + 1 + 5 + 3 and len(list(tmp_path.glob("costs/*.json"))) == 2
 
 
 def test_timing_again_takes_the_place_of_what_was_stored(timings):
@@ -67,7 +67,7 @@ def test_a_damaged_file_is_timed_anew(damage, timings, tmp_path):
 def test_a_folder_that_cannot_be_written_costs_only_time(timings, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(costs, "cache_folder", lambda: tmp_path / "file")
-    assert measure(fresh()).rows_s[0] == 1
+    assert measure(fresh()).rows_s[0] == 2  # the second figure
 
 
 def test_the_speed_up_counts_the_start_of_a_round_s_drafting():
@@ -83,3 +83,12 @@ def test_costs_between_two_depths_lie_on_a_line_and_never_fall():
     middle = found.at((256 + 4096) // 2)
     assert middle.rows_s == pytest.approx((2.0, 4.0)) and middle.step_s == pytest.approx(0.2)
     assert found.at(10).rows_s == found.rows_s and found.at(8192).rows_s[0] > 3
+
+
+def test_fast_models_are_timed_for_every_number_of_rows_and_very_slow_ones_at_one_depth(timings, monkeypatch):
+    monkeypatch.setattr(costs, "SLOW_S", 10.0)
+    measure(Pair(tiny.make("llama"), None))
+    assert len(timings) == 1 + 9 + 3
+    monkeypatch.setattr(costs, "PATIENCE_S", 0.0)
+    found = measure(fresh())
+    assert found.deep is None and found.at(9000) == found and measure(fresh()) == found
