@@ -65,7 +65,7 @@ def randomise(draft: Any) -> None:
 
 def arms_of(pairs: Mapping[str, Any], ks: Sequence[int]) -> list[Arm]:
     most = getattr(pairs[DEMO].draft, "largest", max(ks))
-    fixed = [Arm(DEMO, k) for k in ks if 0 < k <= most]
+    fixed = [Arm(DEMO, k) for k in sorted({*ks, PREDICTED_K}) if 0 < k <= most]
     return [Arm(NONE, 0), *fixed, Arm(SLOW, PREDICTED_K), *(Arm(name, AUTO) for name in pairs)]
 
 

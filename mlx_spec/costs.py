@@ -235,6 +235,6 @@ def drafting(pair: Pair, k: int, context: int = CONTEXT, seconds: float = SECOND
 
 
 def _buffers(layers: Sequence[Any], positions: int) -> list:
-    caches = [layer.buffers(rung(positions)) for layer in layers]
+    caches = [layer.buffers(read_bound(positions)) for layer in layers]
     mx.eval(caches)
     return caches
