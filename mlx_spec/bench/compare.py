@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Sequence
 
+from .arms import Arm
 from .figures import ALL, Row, gains, rows
 from .record import Record
 from .render import lines, ratio
-from .stats import interval
+from .stats import interval, spread
 
 
 def markdown(records: Sequence[tuple[str, Record]]) -> str:
@@ -27,7 +28,7 @@ def markdown(records: Sequence[tuple[str, Record]]) -> str:
                         "of that on the same prompts. `slower` or `faster`: the interval leaves out 1."]) + "\n"
 
 
-def _labels(category: str, arm) -> list[str]:
+def _labels(category: str, arm: Arm) -> list[str]:
     return [category, str(arm), f"{arm.temperature:g}"]
 
 
@@ -35,14 +36,19 @@ def _gain(row: Row | None) -> str:
     return "n/a" if row is None else "BUG" if row.bugs else ratio(row.speedup)
 
 
-def against(base: Record, other: Record, arm, category: str = ALL) -> dict | None:
+def against(base: Record, other: Record, arm: Arm, category: str = ALL) -> dict | None:
     """The other's speed-up over the base's, paired by prompt; None where there is none."""
+    shared = _shared(base, other, arm, category)
+    least = spread([_shared(base, other, arm, c) for c in dict.fromkeys(r["category"] for r in base["runs"])])
+    return interval(shared, least) if shared else None
+
+
+def _shared(base: Record, other: Record, arm: Arm, category: str) -> list[float]:
     ours, theirs = gains(base, arm, category), gains(other, arm, category)
-    shared = [theirs[p] / ours[p] for p in ours if p in theirs]
-    return interval(shared) if shared else None
+    return [theirs[p] / ours[p] for p in ours if p in theirs]
 
 
-def _against(base: Record, other: Record, category: str, arm) -> str:
+def _against(base: Record, other: Record, category: str, arm: Arm) -> str:
     found = against(base, other, arm, category)
     if found is None or found["low"] is None:
         return ratio(found)

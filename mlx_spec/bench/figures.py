@@ -7,7 +7,7 @@ from typing import Any, Iterable, NamedTuple, Sequence
 
 from .arms import OURS, PLAIN, Arm
 from .record import Record, Run
-from .stats import MOVED, interval, median
+from .stats import MOVED, interval, median, spread
 
 ALL = "all"
 
@@ -66,10 +66,11 @@ def gains(record: Record, arm: Arm, category: str = ALL) -> dict[str, float]:
 def rows(record: Record) -> list[Row]:
     categories = list(dict.fromkeys(r["category"] for r in record["runs"]))
     arms = list(dict.fromkeys(map(arm_of, record["runs"])))
-    return [_row(record, arm, c) for c in [*categories, *([ALL] if len(categories) > 1 else [])] for arm in arms]
+    least = {arm: spread([list(gains(record, arm, c).values()) for c in categories]) for arm in arms}
+    return [_row(record, arm, c, least[arm]) for c in [*categories, *([ALL] if len(categories) > 1 else [])] for arm in arms]
 
 
-def _row(record: Record, arm: Arm, category: str) -> Row:
+def _row(record: Record, arm: Arm, category: str, least: float) -> Row:
     runs = [r for r in record["runs"] if arm_of(r) == arm and category in (ALL, r["category"])]
     kinds, gain = [_kind(r) for r in runs], {} if arm.engine == PLAIN else gains(record, arm, category)
     clock = median([r["probe_ms"] for r in record["runs"]])
@@ -79,7 +80,7 @@ def _row(record: Record, arm: Arm, category: str) -> Row:
     return Row(
         category, arm, len({r["prompt"] for r in runs}), median([r["tokens"] / r["decode_s"] for r in runs if r["tokens"]]),
         median(whole), *(median([r[n] for r in runs if r[n] is not None]) for n in ("ttft_s", "draft_prompt_s")),
-        interval(list(gain.values())) if gain else None,
+        interval(list(gain.values()), least) if gain else None,
         median([r["predicted"] for r in runs if gain and r["predicted"] is not None]),
         *(sum(r[n] for r in runs) for n in ("drafted", "accepted", "looked_up")),
         [a / b for a, b in zip(kept, drafted) if b], [a / b for a, b in zip(kept, judged) if b],

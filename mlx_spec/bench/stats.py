@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -24,19 +24,27 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if len(values) else None
 
 
-def interval(ratios: Sequence[float], seed: int = 0) -> dict[str, float | None]:
+def spread(groups: Iterable[Sequence[float]]) -> float:
+    """The standard deviation of logarithms within groups, pooled; 0 where no group has two."""
+    logs = [np.log(group) for group in groups if len(group) > 1]
+    return float(np.sqrt(sum(((x - x.mean()) ** 2).sum() for x in logs) / max(sum(len(x) - 1 for x in logs), 1)))
+
+
+def interval(ratios: Sequence[float], least: float = 0.0, seed: int = 0) -> dict[str, float | None]:
     """The median of paired ratios and its 95 % bootstrap interval, smoothed; one ratio has none.
 
-    Resamples of a few values are too narrow, so each draw gets normal noise of s / sqrt(n)
-    (Hesterberg 2015, arXiv 1411.5279), on logarithms, so that no ratio becomes negative.
+    Resamples of a few values are too narrow, so each draw gets normal noise of s / sqrt(n) (Hesterberg 2015, arXiv
+    1411.5279), on logarithms, so that no ratio becomes negative; more where the draws would still vary less than
+    `least`, the `spread` of many such groups: two values that agree by chance are no proof of precision.
     """
     values, draws = np.log(np.asarray(ratios, dtype=float)), np.random.default_rng(seed)
-    if len(values) < 2:
+    n = len(values)
+    if n < 2:
         return {"median": float(ratios[0]), "low": None, "high": None}
-    size = (RESAMPLES, len(values))
-    noise = draws.normal(0, values.std(ddof=1) / len(values) ** 0.5, size)
-    medians = np.median(values[draws.integers(0, len(values), size)] + noise, axis=1)
-    low, high = np.exp(np.percentile(medians, [2.5, 97.5]))
+    variance = values.var(ddof=1)
+    noise = np.sqrt(max(variance / n, least**2 - variance * (n - 1) / n))
+    drawn = values[draws.integers(0, n, (RESAMPLES, n))] + draws.normal(0, noise, (RESAMPLES, n))
+    low, high = np.exp(np.percentile(np.median(drawn, axis=1), [2.5, 97.5]))
     return {"median": statistics.median(map(float, ratios)), "low": float(low), "high": float(high)}
 
 
