@@ -14,11 +14,11 @@ Knows nothing of rounds, drafts or sampling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from .shapes import Bool, Integer
 
@@ -62,6 +62,8 @@ class Cursor:
 class OpenCache:
     """One layer's cache inside a graph, as mlx-lm's attention wants to see it."""
 
+    batched = False  # whether masks have four axes, as in mlx-lm's batches
+
     def __init__(self, layer: Layer, arrays: Arrays, cursor: Cursor):
         self.layer = layer
         self.arrays = arrays
@@ -78,11 +80,28 @@ class OpenCache:
     def keys_and_values(self) -> tuple:
         return self.layer.read(self.arrays, self.cursor)
 
+    @property
+    def keys(self) -> mx.array:
+        """What models of mlx-lm's name, and assign, to order its lazy graph; here an assignment is
+        nothing, for arrays leave a graph through `close`."""
+        return self.arrays[0]
+
+    @property
+    def values(self) -> mx.array:
+        return self.arrays[-1]
+
+    @keys.setter
+    def keys(self, new: mx.array) -> None: ...
+
+    @values.setter
+    def values(self, new: mx.array) -> None: ...
+
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> Bool[mx.array, "rows bound"]:
         """Always an array: the buffers hold more than what may be seen."""
-        return self.layer.mask(self.arrays, self.cursor, N, window_size)
+        mask = self.layer.mask(self.arrays, self.cursor, N, window_size)
+        return mask[None, None] if self.batched else mask
 
     def __getattr__(self, name: str) -> Any:
         # mlx-lm tells a quantised cache by its having `bits`.
@@ -156,7 +175,7 @@ class Full(Layer):
     """Every position has a slot of its own."""
 
     @classmethod
-    def like(cls, cache: KVCache) -> Full:
+    def like(cls, cache: KVCache, slack: int = 0) -> Full:
         return cls(cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3], cache.keys.dtype)
 
     def adopt(self, cache: KVCache, capacity: int) -> Arrays:
@@ -241,16 +260,19 @@ class Ring(Layer):
         )
 
     def mask(self, arrays: Arrays, cursor: Cursor, rows: int, window: int | None) -> mx.array:
-        """The position in a slot is arithmetic: last - ((last - slot) mod ring)."""
         slots = mx.arange(min(cursor.bound, arrays[0].shape[2]))
         own = cursor.positions(rows)[:, None]
-        last = cursor.offset + rows - 1
-        seen = last - (last - slots) % self.ring
+        seen = self.held(slots, cursor.offset + rows)
         if self.keep:
             seen = mx.where(slots < self.keep, slots, mx.where(seen < self.keep, -1, seen))
         width = min(window or self.window, self.window) - self.keep
         near = (seen > own - width) | (slots < self.keep)
         return (seen >= 0) & (seen <= own) & near
+
+    def held(self, slots: mx.array, end: mx.array) -> mx.array:
+        """The position in a slot once `end` are written, below 0 in an unused one. It is arithmetic:
+        last - ((last - slot) mod ring)."""
+        return end - 1 - (end - 1 - slots) % self.ring
 
     @classmethod
     def like(cls, cache: RotatingKVCache, slack: int) -> Ring:
@@ -258,8 +280,11 @@ class Ring(Layer):
         return cls(dense.heads, dense.key_dim, dense.value_dim, dense.dtype, cache.max_size, slack, cache.keep)
 
     def adopt(self, cache: RotatingKVCache, capacity: int) -> Arrays:
+        return self.place(cache, [cache._temporal_order(a) for a in (cache.keys, cache.values)], capacity)
+
+    def place(self, cache: Any, ordered: Sequence[mx.array], capacity: int) -> Arrays:
+        """Take over keys and values in temporal order; the cache is left empty."""
         length = cache.offset
-        ordered = [cache._temporal_order(a) for a in (cache.keys, cache.values)]
         cache.keys = cache.values = None
         return tuple(self._place(a, b, length) for a, b in zip(self.buffers(capacity), ordered))
 
@@ -279,13 +304,98 @@ class Ring(Layer):
 
     def hand_back(self, arrays: Arrays, length: int) -> RotatingKVCache:
         cache = RotatingKVCache(self.window, keep=self.keep)
+        cache.keys, cache.values = self.newest(arrays, length)
+        cache.offset = length
+        cache._idx = cache.keys.shape[2]
+        return cache
+
+    def newest(self, arrays: Arrays, length: int) -> list[mx.array]:
+        """What a window over `length` positions sees, in temporal order."""
         kept = min(self.keep, length)
         start = max(kept, length - (self.window - self.keep))
         slots = mx.array([self._slot(p) for p in (*range(kept), *range(start, length))])
-        cache.keys, cache.values = (a[:, :, slots] for a in arrays)
-        cache.offset = length
-        cache._idx = len(slots)
+        return [a[:, :, slots] for a in arrays]
+
+
+class OpenChunk(OpenCache):
+    """As Llama 4 wants it: it masks by the positions of the keys that it is handed."""
+
+    def maybe_trim_front(self) -> None:
+        """Nothing: a ring writes over what no chunk can see."""
+
+    def start_position(self, end: Integer[mx.array, ""]) -> Integer[mx.array, "slots"]:
+        """In place of the first position, all of them, once `end` are written (see `positions.py`)."""
+        return self.layer.held(mx.arange(min(self.cursor.bound, self.arrays[0].shape[2])), end)
+
+
+@dataclass(frozen=True)
+class Chunked(Ring):
+    """Attention within chunks: a ring that holds the newest chunk; the model masks the rest."""
+
+    def open(self, arrays: Arrays, cursor: Cursor) -> OpenChunk:
+        return OpenChunk(self, arrays, cursor)
+
+    @classmethod
+    def like(cls, cache: ChunkedKVCache, slack: int) -> Chunked:
+        dense = Full.like(cache)
+        return cls(dense.heads, dense.key_dim, dense.value_dim, dense.dtype, cache.chunk_size, slack)
+
+    def adopt(self, cache: ChunkedKVCache, capacity: int) -> Arrays:
+        return self.place(cache, cache.keys_and_values(), capacity)
+
+    def hand_back(self, arrays: Arrays, length: int) -> ChunkedKVCache:
+        cache = ChunkedKVCache(self.window)
+        cache.keys, cache.values = self.newest(arrays, length)
+        cache.offset, cache.start_position = length, length - cache.keys.shape[2]
         return cache
+
+
+@dataclass(frozen=True)
+class Several:
+    """A layer that keeps several caches, told apart by index; its arrays are a tuple for each."""
+
+    parts: tuple[Any, ...]
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.parts[0].dtype
+
+    def open(self, arrays: tuple[Arrays, ...], cursor: Cursor) -> list[Any]:
+        caches = [part.open(a, cursor) for part, a in zip(self.parts, arrays, strict=True)]
+        for cache in caches:
+            cache.batched = True  # an indexer takes from the mask as it takes from the keys
+        return caches
+
+    def close(self, caches: list[Any], rows: Integer[mx.array, ""] | None = None) -> tuple[Arrays, ...]:
+        return tuple(part.close(c, rows) for part, c in zip(self.parts, caches))
+
+    def choose(self, states: list[tuple[Arrays, ...]], index: Integer[mx.array, ""]) -> tuple[Arrays, ...]:
+        return tuple(part.choose(list(made), index) for part, made in zip(self.parts, zip(*states)))
+
+    def buffers(self, capacity: int, batch: int = 1) -> tuple[Arrays, ...]:
+        return tuple(part.buffers(capacity, batch) for part in self.parts)
+
+    def grow(self, arrays: tuple[Arrays, ...], capacity: int) -> tuple[Arrays, ...]:
+        return tuple(part.grow(a, capacity) for part, a in zip(self.parts, arrays))
+
+    def adopt(self, cache: CacheList, capacity: int) -> tuple[Arrays, ...]:
+        return tuple(part.adopt(c, capacity) for part, c in zip(self.parts, cache.caches))
+
+    def hand_back(self, arrays: tuple[Arrays, ...], length: int) -> CacheList:
+        return CacheList(*(part.hand_back(a, length) for part, a in zip(self.parts, arrays)))
+
+
+def flat(layers: Iterable[Any]) -> Iterator[Any]:
+    """The layers, with the parts of those that hold several."""
+    for layer in layers:
+        yield from flat(layer.parts) if isinstance(layer, Several) else (layer,)
+
+
+def changed(layer: Any, kind: type, **facts: Any) -> Any:
+    """The layer with other facts, where it or a part of it is of a kind."""
+    if isinstance(layer, Several):
+        return Several(tuple(changed(part, kind, **facts) for part in layer.parts))
+    return replace(layer, **facts) if isinstance(layer, kind) else layer
 
 
 class Native:

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from . import sampling
-from .cache import Arrays, Native, Quantized, Ring, adopt, convert, grow, read_bound, rung
+from .cache import Native, Quantized, Ring, Several, adopt, convert, flat, grow, read_bound, rung
 from .drafters.model import ModelDrafter, RecurrentDrafter
 from .drafters.reader import Reader
 from .memory import Memory
@@ -206,7 +206,7 @@ class Context:
 
     @property
     def _recurrent(self) -> bool:
-        return any(isinstance(x, Recurrent) for x in (*self.round.layers, *getattr(self.drafter, "layers", ())))
+        return any(isinstance(x, Recurrent) for x in flat((*self.round.layers, *getattr(self.drafter, "layers", ()))))
 
     def _still(self, state: State) -> State:
         """What of a state no length can cut."""
@@ -246,14 +246,19 @@ class Context:
     def _turns_back(self, tokens: int) -> bool:
         """Whether what a window still holds reaches that far; a round in flight may have written k more."""
         layers = (*self.round.layers, *getattr(self.drafter, "layers", ()))
-        return tokens + self.k_max <= self.slack or not any(isinstance(x, Ring) for x in layers)
+        return tokens + self.k_max <= self.slack or not any(isinstance(x, Ring) for x in flat(layers))
 
 
-def _only_recurrent(layers: Sequence, state: Sequence[Arrays]) -> list[Arrays]:
-    return [arrays if isinstance(layer, Recurrent) else () for layer, arrays in zip(layers, state)]
+def _only_recurrent(layers: Sequence, state: Sequence) -> list:
+    return [_only_recurrent(x.parts, arrays) if isinstance(x, Several) else arrays if isinstance(x, Recurrent) else ()
+            for x, arrays in zip(layers, state)]
 
 
-def _handed_back(layers: Sequence, state: Sequence[Arrays], still: Sequence[Arrays] | None, length: int) -> list[Any]:
+def _with_recurrent(layers: Sequence, state: Sequence, still: Sequence) -> list:
+    return [_with_recurrent(x.parts, a, b) if isinstance(x, Several) else b if isinstance(x, Recurrent) else a
+            for x, a, b in zip(layers, state, still)]
+
+
+def _handed_back(layers: Sequence, state: Sequence, still: Sequence | None, length: int) -> list[Any]:
     """mlx-lm's caches with `length` tokens; recurrent states from `still`, which has just as many."""
-    return [layer.hand_back(b if isinstance(layer, Recurrent) else a, length)
-            for layer, a, b in zip(layers, state, still or state)]
+    return [layer.hand_back(a, length) for layer, a in zip(layers, _with_recurrent(layers, state, still or state))]

@@ -195,7 +195,7 @@ def target_rows(pair: Pair, rows: int, context: int = CONTEXT, seconds: float = 
     def step(state: tuple) -> tuple:
         # The caches go from step to step, or each would begin with a copy of them.
         tokens, caches = state
-        target = Pass(pair.target_profile.model, layers, caches, Cursor(mx.array(context), bound))
+        target = Pass(pair.target_profile.runs(), layers, caches, Cursor(mx.array(context), bound))
         logits = target(tokens)
         return mx.argmax(logits, axis=-1).astype(mx.uint32), target.kept(mx.array(rows))
 

@@ -119,7 +119,7 @@ class Decoder:
             target = Inside(target, drafter.depths)
         processors = () if self.stepwise else self.processors
         return Round(
-            target, pair.target_profile.layers, drafter, Sampling.of(options),
+            pair.target_profile.runs(target), pair.target_profile.layers, drafter, Sampling.of(options),
             options.verify, pair.vocab_size, processors, sampling.context_size(options),
         )
 
@@ -438,5 +438,5 @@ def _check_bounded(pair: Any, options: Options) -> None:
     if pair.draft is not None and options.num_draft_tokens:
         profiles["draft"] = pair.draft_profile
     for role, p in profiles.items():
-        if p.reason or p.windowed or p.recurrent:
+        if p.reason or p.special:
             raise ValueError(f"max_kv_size can't be honoured: the {role} makes caches of its own kind; leave it out")

@@ -101,9 +101,9 @@ class Pair:
         if hasattr(draft, "drafter"):
             return draft.drafter(found.layers, self.vocab_size)
         if found.recurrent:
-            return RecurrentDrafter(found.model, found.layers, self.draft_vocab_size)
+            return RecurrentDrafter(found.runs(), found.layers, self.draft_vocab_size)
         model = draft if found.hidden_reason else last_row(draft)
-        return ModelDrafter(model, found.layers, self.draft_vocab_size)
+        return ModelDrafter(found.runs(model), found.layers, self.draft_vocab_size)
 
     def __repr__(self) -> str:
         return f"Pair({self.name or type(self.target).__module__}, draft={'yes' if self.draft is not None else 'no'})"

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from .cache import Cursor, Full, Layer, Pass, Quantized, Ring, adopt, rung
+from .cache import Chunked, Cursor, Full, Layer, Pass, Quantized, Ring, Several, adopt, changed, flat, rung
 from .hidden import why_hidden
+from .positions import Counted
 from .recurrent.mixer import for_rounds
 from .recurrent.state import Recurrent
 
+KINDS: dict[type, Any] = {KVCache: Full, RotatingKVCache: Ring, ChunkedKVCache: Chunked}
 KEEP = 4  # tokens that a bounded cache never drops, as in mlx-lm
 ROWS = 4
 # Largest relative distance between the two ways of computing the same rows. Float32 differs by
@@ -32,7 +34,8 @@ class Profile:
     """A model's caches, one Layer each; or, in `reason`, why it can only decode plainly.
 
     model: what rounds run: the model itself, or one with stand-ins where it keeps recurrent state.
-    hidden_reason: why its hidden states can't be read, None where they can.
+    hidden_reason: why its hidden states can't be read, None where they can. counts: whether its code
+    counts positions in Python.
     """
 
     model: Any = None
@@ -40,6 +43,12 @@ class Profile:
     head_rows: int = 0
     reason: str | None = None
     hidden_reason: str | None = None
+    counts: bool = False
+
+    def runs(self, view: Callable | None = None) -> Callable:
+        """What a Pass calls, for the model or for a view of it."""
+        view = self.model if view is None else view
+        return Counted(view, self.model) if self.counts else view
 
     def for_request(
         self, slack: int, max_kv_size: int | None = None, kv_bits: int | None = None, kv_group_size: int = 64
@@ -50,19 +59,20 @@ class Profile:
         if kv_bits is not None:
             return tuple(Quantized.like(layer, kv_bits, kv_group_size) if isinstance(layer, Full) else layer
                          for layer in self.layers)
-        return tuple(replace(layer, slack=slack) if isinstance(layer, Ring) else layer for layer in self.layers)
+        return tuple(changed(layer, Ring, slack=slack) for layer in self.layers)
 
     @staticmethod
     def _bounded(layer: Full, size: int, slack: int) -> Ring:
         return Ring(layer.heads, layer.key_dim, layer.value_dim, layer.dtype, size, slack, KEEP)
 
     @property
-    def windowed(self) -> bool:
-        return any(isinstance(layer, Ring) for layer in self.layers)
+    def special(self) -> bool:
+        """Whether some layer keeps anything but keys and values of every position."""
+        return not all(type(layer) is Full for layer in self.layers)
 
     @property
     def recurrent(self) -> bool:
-        return any(isinstance(layer, Recurrent) for layer in self.layers)
+        return any(isinstance(layer, Recurrent) for layer in flat(self.layers))
 
 
 def prompt_cache(model: Callable, max_kv_size: int | None = None) -> list[Any]:
@@ -78,37 +88,46 @@ def profile(model: Callable) -> Profile:
     caches = make_prompt_cache(model)
     logits = model(mx.zeros((1, 2), mx.uint32), cache=caches)
     head_rows = logits.shape[-1]
-    odd = sorted({type(c).__name__ for c in caches if type(c) not in (KVCache, RotatingKVCache, ArraysCache)})
-    if odd:
-        return Profile(model, (), head_rows, f"it keeps its past in {', '.join(odd)}, which can't be rewound yet")
-    if any(c.empty() for c in caches):
+    try:
+        layers = tuple(_like(c, logits.dtype) for c in caches)
+    except KeyError as kind:
+        return Profile(model, (), head_rows, f"it keeps its past in {kind.args[0].__name__}, which can't be rewound yet")
+    except AttributeError:
         return Profile(model, (), head_rows, "some of its caches are filled in a way of its own")
-    layers = tuple(_like(c, logits.dtype) for c in caches)
-    runs, layers, reason = _runs(model, layers, head_rows)
-    return Profile(runs, layers, head_rows, reason, why_hidden(model, partial(make_prompt_cache, model)))
+    runs, layers, reason, counts = _runs(model, layers, head_rows)
+    return Profile(runs, layers, head_rows, reason, why_hidden(model, partial(make_prompt_cache, model)), counts)
 
 
-def _like(cache: Any, dtype: mx.Dtype) -> Layer | Recurrent:
-    if type(cache) is ArraysCache:
+def _like(cache: Any, dtype: mx.Dtype) -> Any:
+    """The layer for a cache that holds something. Raises KeyError for a kind that there is none for,
+    AttributeError for a cache that is used in another way than mlx-lm's."""
+    if type(cache) is CacheList:
+        return Several(tuple(_like(c, dtype) for c in cache.caches))
+    if type(cache) is ArraysCache and not cache.empty():
         return Recurrent(len(cache.cache), dtype)
-    return Ring.like(cache, slack=2 * ROWS) if type(cache) is RotatingKVCache else Full.like(cache)
+    return KINDS[type(cache)].like(cache, slack=2 * ROWS)
 
 
-def _runs(model: Callable, layers: tuple, head_rows: int) -> tuple[Callable, tuple, str | None]:
-    """The model as rounds run it, its layers, and why it can't be rewound."""
-    if not any(isinstance(layer, Recurrent) for layer in layers):
-        reason = _compare(model, model, layers, head_rows)
-        return model, () if reason else layers, reason
+def _runs(model: Callable, layers: tuple, head_rows: int) -> tuple[Callable, tuple, str | None, bool]:
+    """The model as rounds run it, its layers, why it can't be rewound, and whether it counts in Python."""
+    if not any(isinstance(layer, Recurrent) for layer in flat(layers)):
+        # An indexer counts keys only where there are more than it picks: too late for a test to see.
+        counts = any(isinstance(layer, Several) for layer in layers)
+        reason = None if counts else _compare(model, model, layers, head_rows)
+        if counts or reason:
+            counted = _compare(model, Counted(model, model), layers, head_rows)
+            counts, reason = counted is None, counted and (reason or counted)
+        return model, () if reason else layers, reason, counts
     try:
         runs = for_rounds(model, make_prompt_cache(model))
     except ValueError as error:
-        return model, (), str(error)
+        return model, (), str(error), False
     for masked in (True, False):
-        tried = tuple(replace(x, masked=masked) if isinstance(x, Recurrent) else x for x in layers)
+        tried = tuple(changed(layer, Recurrent, masked=masked) for layer in layers)
         reason = _compare(model, runs, tried, head_rows)
         if reason is None:
-            return runs, tried, None
-    return model, (), reason
+            return runs, tried, None, False
+    return model, (), reason, False
 
 
 def why_not_quantised(pair: Any, profile: Profile, bits: int, group_size: int) -> str | None:
@@ -122,12 +141,12 @@ def why_not_quantised(pair: Any, profile: Profile, bits: int, group_size: int) -
 def _try_quantised(profile: Profile, bits: int, group_size: int) -> str | None:
     if profile.reason:
         return profile.reason
-    if profile.windowed:
-        return "it has sliding-window layers, whose caches mlx-lm can't quantise"
+    if any(isinstance(layer, (Ring, Several)) for layer in profile.layers):
+        return "it has sliding-window layers or several caches in a layer, which mlx-lm can't quantise"
     layers = profile.for_request(0, kv_bits=bits, kv_group_size=group_size)
     try:
         state = [layer.buffers(rung(1)) for layer in layers]
-        mx.eval(Pass(profile.model, layers, state, Cursor(mx.array(0), 256))(mx.array([[0, 1]])))
+        mx.eval(Pass(profile.runs(), layers, state, Cursor(mx.array(0), 256))(mx.array([[0, 1]])))
     except Exception as error:
         return f"its attention can't read them ({str(error).splitlines()[0][:80]})"
     return None
@@ -150,7 +169,7 @@ def _compare(model: Callable, runs: Callable, layers: tuple, head_rows: int) -> 
     def one_pass(state: list, offset: mx.array, stand: mx.array) -> tuple[mx.array, list]:
         run = Pass(runs, layers, state, Cursor(offset, 256))
         logits = run(rows)
-        return logits, [a for layer, a in zip(layers, run.kept(stand)) if isinstance(layer, Recurrent)]
+        return logits, _recurrent(layers, run.kept(stand))
 
     try:
         expected = mx.concatenate(expected, axis=1)
@@ -161,12 +180,21 @@ def _compare(model: Callable, runs: Callable, layers: tuple, head_rows: int) -> 
         if not all(_nearest(made, states, n) for n, (_, made) in enumerate(passes, 1)):
             return "its recurrent states can't be made for fewer rows than a pass had"
     except Exception as error:
+        if "eval an array during function transformations" in str(error):
+            return "its code looks at values on the device while it runs, as dynamic rotary scaling does"
         return f"it can't run on device-resident caches ({str(error).splitlines()[0][:80]})"
     return _distance(expected, passes[0][0])
 
 
-def _recurrent(layers: tuple, caches: list) -> list[tuple]:
-    return [tuple(c.cache) for layer, c in zip(layers, caches) if isinstance(layer, Recurrent)]
+def _recurrent(layers: Sequence, held: Sequence) -> list[tuple]:
+    """The recurrent states among caches of mlx-lm's, or among the arrays of layers."""
+    found = []
+    for layer, x in zip(layers, held):
+        if isinstance(layer, Several):
+            found += _recurrent(layer.parts, getattr(x, "caches", x))
+        elif isinstance(layer, Recurrent):
+            found.append(tuple(getattr(x, "cache", x)))
+    return found
 
 
 def _nearest(made: list[tuple], states: list[list[tuple]], n: int) -> bool:

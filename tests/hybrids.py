@@ -5,6 +5,8 @@ from functools import lru_cache
 import tiny
 from tiny import FOUR, FULL, MOE, SLIDING, WINDOW
 
+from mlx_spec import architectures
+
 LINEAR = dict(linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=32, linear_value_head_dim=32, linear_conv_kernel_dim=4)
 LATENT = dict(kv_lora_rank=32, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32, num_key_value_heads=2)
 BAILING = dict(
@@ -57,6 +59,7 @@ CONFIGS = {
     "rwkv7": dict(norm_eps=1e-5, a_low_rank_dim=16, v_low_rank_dim=16, gate_low_rank_dim=16, decay_low_rank_dim=16),
     "bailing_moe_linear": dict(BAILING),
     "bailing_hybrid": dict(BAILING, **LATENT, q_lora_rank=32),
+    "longcat_flash_ngram": architectures.config("longcat_flash_ngram") | dict(num_layers=2),
     "recurrent_gemma": dict(
         FOUR, attention_bias=False, conv1d_width=4, logits_soft_cap=30.0, attention_window_size=WINDOW, block_types=["recurrent", "recurrent", "attention"],
     ),

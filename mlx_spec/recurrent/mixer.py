@@ -102,7 +102,7 @@ class Mixer:
         _, *named = bound.arguments.items()
         arguments, products = dict(named), {}
         cache = next(filter(None, map(_state_in, arguments.values())))
-        rows = next(a.shape[1] for a in arguments.values() if isinstance(a, mx.array) and a.ndim > 2)
+        rows = next(a.shape[1] for a in arguments.values() if isinstance(a, mx.array) and a.ndim > 1)
 
         def hear(name: str) -> Callable:
             def keep(out: mx.array) -> mx.array:

@@ -68,10 +68,10 @@ class Recurrent:
         return self.choose(states, rows - 1)
 
     def choose(self, states: list[Arrays], index: Integer[mx.array, ""]) -> Arrays:
-        """One of several states of the layer."""
+        """One of several states of the layer, later ones last."""
         chosen = states[0]
         for i, state in enumerate(states[1:], 1):
-            chosen = tuple(mx.where(index >= i, new, old) for new, old in zip(state, chosen))
+            chosen = tuple(mx.where(index >= i, new, _filled(old, new.shape)) for new, old in zip(state, chosen))
         return chosen
 
     def buffers(self, capacity: int, batch: int = 1) -> Arrays:
@@ -88,3 +88,8 @@ class Recurrent:
         cache = ArraysCache(self.size)
         cache.cache = list(arrays) or [None] * self.size
         return cache
+
+
+def _filled(window: mx.array, shape: tuple[int, ...]) -> mx.array:
+    """A window that a short text has not filled yet (LongCat's n-grams), with zeros for what is missing."""
+    return mx.pad(window, [(wanted - have, 0) for wanted, have in zip(shape, window.shape)])
