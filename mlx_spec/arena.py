@@ -12,6 +12,7 @@ import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable
 
+from .costs import measure
 from .engine import Decoder
 from .errors import SpecError
 from .identity import Verdict, compare
@@ -164,6 +165,8 @@ class Arena:
         said = [*session.messages, {"role": "user", "content": text}]
         start = [{"role": "system", "content": system}] if system.strip() else []
         ids, notes = encode(pair.tokenizer, [*start, *said], vocab_size=pair.vocab_size)
+        if options.num_draft_tokens == "auto" and SPECULATIVE in MODES[mode] and not pair.target_profile.reason:
+            measure(pair)  # once a pair, and on nobody's clock
         lanes = [self._lane(name, session, ids, options.but(should_cancel=job.cancelled)) for name in MODES[mode]]
         views = {lane.name: View(pair.tokenizer.detokenizer) for lane in lanes}
         thinks = pair.tokenizer.decode(ids[-16:]).rstrip().endswith("<think>")

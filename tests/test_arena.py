@@ -180,6 +180,20 @@ def test_nothing_is_built_on_what_a_fault_left_behind(arena, monkeypatch):
     assert reply.lanes[PLAIN].ids == reply.lanes[SPECULATIVE].ids == cold.ids
 
 
+def test_what_auto_needs_is_measured_before_a_race_begins(arena, monkeypatch):
+    """Otherwise one column would start seconds late, once."""
+    measured, real = [], arena_module.race
+
+    def looks(lanes):
+        measured.append(arena.pair.costs is not None)
+        yield from real(lanes)
+
+    monkeypatch.setattr(arena_module, "race", looks)
+    assert ask(arena, Session(), mode="plain", num_draft_tokens="auto").done
+    assert ask(arena, Session(), num_draft_tokens="auto").verdict.kind == "identical"
+    assert measured == [False, True]
+
+
 def test_a_new_pair_is_not_kept_company_by_the_old_ones_weights(arena):
     """A81: a visitor who does not come back holds no model."""
     session = arena.session()
