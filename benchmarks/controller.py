@@ -26,6 +26,7 @@ from mlx_spec.bench import texts
 from mlx_spec.bench.arms import by_position, compile_after
 from mlx_spec.bench.render import lines
 from mlx_spec.bench.stats import Probe, interval, median, rotated
+from mlx_spec.control import LARGEST
 from mlx_spec.costs import measure
 from mlx_spec.engine import Decoder
 from mlx_spec.identity import compare
@@ -64,7 +65,7 @@ def randomise(draft: Any) -> None:
 
 
 def arms_of(pairs: Mapping[str, Any], ks: Sequence[int]) -> list[Arm]:
-    most = getattr(pairs[DEMO].draft, "largest", max(ks))
+    most = getattr(pairs[DEMO].draft, "largest", LARGEST)
     fixed = [Arm(DEMO, k) for k in sorted({*ks, PREDICTED_K}) if 0 < k <= most]
     return [Arm(NONE, 0), *fixed, Arm(SLOW, PREDICTED_K), *(Arm(name, AUTO) for name in pairs)]
 

@@ -21,18 +21,16 @@ from typing import Any, Callable, Iterator, NamedTuple, Sequence
 import mlx.core as mx
 import numpy as np
 
-from . import sampling
+from . import request, sampling
 from .cache import read_bound
 from .context import CATCH_UP, Context
-from .control import DRAFT, LOOKUP, Auto, Choice, Controller, Fixed, Learnt
-from .costs import measure
+from .control import DRAFT, LOOKUP, Choice, Controller
 from .drafters.lookup import Seen
 from .emit import Emission, Emitter
 from .errors import SpecError
 from .hidden import Inside
 from .memory import Memory
 from .prefill import Cancelled
-from .probe import why_not_quantised
 from .round import Plan, Round, State
 from .sampling import Sampling
 from .stepwise import stepwise
@@ -80,11 +78,11 @@ class Decoder:
         run_ahead: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        check(pair, ids, options)
+        request.check(pair, ids, options)
         self.pair, self.options, self.clock = pair, options, clock
         self.history = list(ids)
         self.length = len(ids)  # tokens read back so far, prompt and reply
-        self.controller = controller or _controller(pair, options)
+        self.controller = controller or request.controller(pair, options)
         self.run_ahead = mx.default_device().type == mx.gpu if run_ahead is None else run_ahead
         self.seed = secrets.randbits(32) if options.seed is None else options.seed
         self.stats = Stats(prompt_tokens=len(ids))
@@ -98,7 +96,7 @@ class Decoder:
         # A processor of the user's wants the exact history; one that may keep state, more than that.
         self.exact_history = bool(options.logits_processors)
         self.stepwise = not all(sampling.is_pure(p) for p in options.logits_processors)
-        self.limits = self._limits(drafter)  # the largest k by where the drafts come from
+        self.limits, self.stats.mode = request.sources(pair, ids, options, self.controller, drafter)
         self.k_max = max(self.limits.values(), default=0)
         self.seen = Seen(ids if LOOKUP in self.limits else ())
         self.read_at = -math.inf  # when the last round was read
@@ -122,42 +120,6 @@ class Decoder:
             pair.target_profile.runs(target), pair.target_profile.layers, drafter, Sampling.of(options),
             options.verify, pair.vocab_size, processors, sampling.context_size(options),
         )
-
-    def _limits(self, drafter: Any) -> dict[str, int]:
-        """The largest k of each source that can be used; why none can is in the statistics."""
-        largest, wanted, stats = self.controller.largest, self.controller.sources, self.stats
-        reason = self._why_plain()
-        no_draft = reason or self._why_no_draft(drafter)
-        limit = getattr(self.pair.draft if drafter is None else drafter, "largest", None)
-        found = {DRAFT: min(largest, limit or largest)} if DRAFT in wanted and not no_draft else {}
-        if LOOKUP in wanted and not reason:
-            found[LOOKUP] = largest
-        if not found:
-            stats.mode = f"plain ({no_draft})"
-        elif self.stepwise:
-            rule = ", verified by token" if self.options.verify == "block" else ""
-            stats.mode = f"speculative, position by position{rule} (a logits processor may keep state)"
-        else:
-            stats.mode = "speculative" if DRAFT in found else f"speculative by prompt lookup ({no_draft})"
-        return found
-
-    def _why_plain(self) -> str | None:
-        if self.pair.target_profile.reason:
-            return f"the target decodes plainly: {self.pair.target_profile.reason}"
-        return "no draft tokens asked for" if self.controller.largest == 0 else None
-
-    def _why_no_draft(self, drafter: Any) -> str | None:
-        pair = self.pair
-        if drafter is not None or DRAFT not in self.controller.sources:
-            return None
-        if pair.draft is None:
-            return "no draft"
-        if pair.draft_profile.reason:
-            return f"the draft can't be used: {pair.draft_profile.reason}"
-        limit = pair.draft_max_length
-        if limit is not None and len(self.history) + 2 > limit:
-            return f"the draft reads at most {limit} tokens and the prompt has {len(self.history)}"
-        return None
 
     # the loop
 
@@ -393,16 +355,6 @@ class Decoder:
             return self.context.leave(self.history, self.missed, self.length - len(self.history))
 
 
-def _controller(pair: Any, options: Options) -> Controller:
-    if options.num_draft_tokens != "auto":
-        return Fixed(options.num_draft_tokens)
-    # Under block and token a seed's text depends on every k.
-    seeded = options.seed is not None and options.temperature > 0 and options.verify != "match"
-    steady = options.reproducible or seeded
-    learnt = Learnt(options.task) if steady else pair.learnt.setdefault(options.task, Learnt(options.task))
-    return Auto(partial(measure, pair), learnt, clocked=not steady)
-
-
 def _drafts(choice: Choice) -> bool:
     """Whether the draft proposes in that round."""
     return choice.k > 0 and choice.source == DRAFT
@@ -411,32 +363,3 @@ def _drafts(choice: Choice) -> bool:
 def _build(round: Round, plan: Plan, state: tuple) -> tuple[tuple, mx.array]:
     new_state, packed = round(State(*state), plan)
     return tuple(new_state), packed
-
-
-def check(pair: Any, ids: Sequence[int], options: Options) -> None:
-    """What only a request and a pair together can show to be wrong. Raises ValueError, one line."""
-    if not ids:
-        raise ValueError("the prompt is empty: give at least one token")
-    if not 0 <= options.top_k < pair.vocab_size:
-        raise ValueError(f"top_k must be 0 (off) to {pair.vocab_size - 1} for this model; got {options.top_k}")
-    for name, values in (("prompt", ids), ("logit_bias", options.logit_bias or ())):
-        bad = next((i for i in values if not 0 <= i < pair.vocab_size), None)
-        if bad is not None:
-            raise ValueError(f"{name}: token id {bad} is not one of this model's, 0 to {pair.vocab_size - 1}")
-    if options.stop and pair.tokenizer is None:
-        raise ValueError("stop: strings can't be found without a tokenizer; make the pair with one")
-    if options.max_kv_size is not None:
-        _check_bounded(pair, options)
-    if options.kv_bits is not None:
-        reason = why_not_quantised(pair, pair.target_profile, options.kv_bits, options.kv_group_size)
-        if reason:
-            raise ValueError(f"kv_bits can't be used with this target: {reason}; leave it out")
-
-
-def _check_bounded(pair: Any, options: Options) -> None:
-    profiles = {"target": pair.target_profile}
-    if pair.draft is not None and options.num_draft_tokens:
-        profiles["draft"] = pair.draft_profile
-    for role, p in profiles.items():
-        if p.reason or p.special:
-            raise ValueError(f"max_kv_size can't be honoured: the {role} makes caches of its own kind; leave it out")

@@ -6,7 +6,7 @@ import pytest
 import tiny
 from helpers import Scripted, decode, pair
 
-from mlx_spec import engine
+from mlx_spec import engine, request
 from mlx_spec.control import DRAFT, LARGEST, LOOKUP, Auto, Choice, Evidence, Fixed, Learnt
 from mlx_spec.costs import Costs, expected
 from mlx_spec.pairs import Pair
@@ -161,7 +161,7 @@ def test_acceptance_of_a_place_that_was_never_reached_is_that_of_the_one_before(
 @pytest.fixture
 def priced(monkeypatch):
     """Costs as if they had been measured: drafts pay."""
-    monkeypatch.setattr(engine, "measure", lambda pair: Costs(V["M4"], None if pair.draft is None else 0.05))
+    monkeypatch.setattr(request, "measure", lambda pair: Costs(V["M4"], None if pair.draft is None else 0.05))
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
@@ -195,7 +195,7 @@ def test_nothing_is_measured_for_a_fixed_k_or_a_target_that_decodes_plainly(monk
     def never(pair):
         raise AssertionError("measured")
 
-    monkeypatch.setattr(engine, "measure", never)
+    monkeypatch.setattr(request, "measure", never)
     decode(pair(), tiny.PROMPT, max_tokens=5, num_draft_tokens=2)
     decode(pair("internlm3", "same"), tiny.PROMPT, max_tokens=5)
     with pytest.raises(AssertionError, match="measured"):
@@ -210,7 +210,7 @@ def test_the_time_to_measure_is_in_no_figure_of_the_reply(monkeypatch):
         now[0] += 1000
         return Costs(V["M4"], 0.05)
 
-    monkeypatch.setattr(engine, "measure", measure)
+    monkeypatch.setattr(request, "measure", measure)
     decoder = engine.Decoder(pair(), tiny.PROMPT, engine.Options(max_tokens=10), clock=lambda: now[0])
     list(decoder.chunks())
     assert now[0] == 1000 and decoder.stats.prompt_s == 0 == decoder.stats.generation_s
