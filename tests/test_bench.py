@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 import mlx_spec
-from mlx_spec import cli, engine, verify
+from mlx_spec import cli, request, verify
 from mlx_spec.bench import arms, card, compare, figures, plot, record, render, run, texts
 from mlx_spec.bench.arms import OURS, PLAIN, SPECULATIVE, Arm
 from mlx_spec.bench.stats import interval, spread
@@ -148,7 +148,7 @@ def test_k_0_never_asks_the_draft(bench, monkeypatch):
 
 @pytest.mark.parametrize("draft", ["draft", None])
 def test_without_flags_the_draft_length_is_the_machines_own_choice(bench, draft, monkeypatch):
-    monkeypatch.setattr(engine, "measure", lambda pair: COSTS if draft else Costs(COSTS.rows_s, None))
+    monkeypatch.setattr(request, "measure", lambda pair: COSTS if draft else Costs(COSTS.rows_s, None))
     code, out, _, found = bench("--baseline", "mlx-lm-plain", draft=draft, prompts=["Copy this: abcabcabcabc"] * 2)
     kinds = {r["k"]: r["identity"]["kind"] for r in found["runs"] if r["engine"] == OURS}
     assert code == 0 and kinds == dict.fromkeys(["auto", 0, 4] if draft else ["auto", 0], "identical")
