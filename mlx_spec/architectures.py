@@ -166,14 +166,17 @@ def _pool() -> ProcessPoolExecutor:
 
 def verdict(name: str) -> Verdict | None:
     """Run a small model of it; None for a module that is no architecture."""
+    said = StringIO()
     try:
-        with redirect_stdout(StringIO()):
+        with redirect_stdout(said):
             module = _module(name)
         if not (hasattr(module, "ModelArgs") and hasattr(module, "Model")):
             return None
         found = profile(build(name))
-    except (Exception, SystemExit) as e:  # a module exits where a package that it needs is missing
-        return Verdict(name, NOT_TRIED, f"its small model can't be made here ({type(e).__name__}: {first_line(e)})")
+    except SystemExit:  # where a package is missing that the module needs
+        return Verdict(name, NOT_TRIED, f"its code ends the process: {first_line(said.getvalue())}")
+    except Exception as e:
+        return Verdict(name, NOT_TRIED, f"its small model can't be run here ({type(e).__name__}: {first_line(e)})")
     return Verdict(name, PLAIN if found.reason else ONE_PASS, found.reason)
 
 
