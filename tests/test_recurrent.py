@@ -33,7 +33,8 @@ BY_ROWS = ("nemotron_h", "olmo_hybrid", "jamba", "mamba", "rwkv7", "bailing_moe_
 NAMES = MASKED + BY_ROWS
 # One of each kind: a loop over steps, matrices for all steps, a window alone, and one that knows no mask, with sliding windows.
 FEW = ("qwen3_next", "mamba2", "lfm2", "recurrent_gemma")
-N = 300
+N = 100
+LONG = dict.fromkeys(FEW, 300)
 
 
 @lru_cache(maxsize=None)
@@ -45,16 +46,16 @@ def pair(name, draft="noisy"):
 
 
 @lru_cache(maxsize=None)
-def reference(name, n=N):
-    return plain(pair(name).target, tiny.PROMPT, n)
+def reference(name):
+    return plain(pair(name).target, tiny.PROMPT, LONG.get(name, N))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_speculation_never_changes_the_tokens(name, monkeypatch):
-    """A17: for 300 tokens, whatever is kept of a round, with k changing on the way."""
+    """A17: whatever is kept of a round, with k changing on the way."""
     monkeypatch.setattr(engine, "COMPILE_AFTER", 1 << 30)  # compiled in the tests below; here it would cost a minute
     p = pair(name)
-    decoder, ids = decode(p, tiny.PROMPT, max_tokens=N, controller=Scripted(1, 4, 2, 8))
+    decoder, ids = decode(p, tiny.PROMPT, max_tokens=LONG.get(name, N), controller=Scripted(1, 4, 2, 8))
     assert ids == reference(name)
     assert decoder.stats.mode == "speculative" and 0.05 < decoder.stats.acceptance_rate < 0.95
     assert {x.masked for x in flat(p.target_profile.layers) if isinstance(x, Recurrent)} == {name in MASKED}
@@ -108,7 +109,7 @@ def test_a_recurrent_draft_reads_no_more_than_it_may_have_missed():
 @pytest.mark.parametrize("name", FEW)
 def test_under_match_a_seed_gives_one_text_with_and_without_a_draft(name):
     options = dict(max_tokens=60, temperature=1.0, seed=5, verify="match")
-    assert len({tuple(decode(pair(name), tiny.PROMPT, num_draft_tokens=k, **options)[1]) for k in (0, 1, 4)}) == 1
+    assert len({tuple(decode(pair(name), tiny.PROMPT, num_draft_tokens=k, **options)[1]) for k in (0, 4)}) == 1
 
 
 @pytest.mark.parametrize("draft", ["heads", "mlp"])
