@@ -106,7 +106,7 @@ class Mixer:
 
         def hear(name: str) -> Callable:
             def keep(out: mx.array) -> mx.array:
-                if out.ndim > 2 and out.shape[1] == rows:
+                if out.ndim == 3 and out.shape[1] == rows:
                     products.setdefault(name, []).append(out)
                 return out
             return keep
