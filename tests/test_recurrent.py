@@ -12,8 +12,11 @@ import mlx.nn as nn
 import pytest
 import tiny
 from helpers import Counting, Scripted, decode, heads, mlp, plain
+from mlx.utils import tree_map
 from mlx_lm.models import qwen3_next
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from test_cache import Stream, random_stream
 from test_round import rounds
 
@@ -166,6 +169,19 @@ def test_the_weights_are_read_once(name, monkeypatch):
     once = len(calls)
     run.kept(mx.array(2))
     assert once == len(calls) > 0
+
+
+def test_an_adapter_s_weights_are_read_once_as_well(monkeypatch):
+    model = tiny.make("qwen3_next", 2)
+    linear_to_lora_layers(model, 4, dict(rank=4, scale=20.0, dropout=0.0))
+    model.update(tree_map(lambda w: mx.random.normal(w.shape) / 9, model.trainable_parameters()))
+    found, calls, original = profile(model.eval()), [], LoRALinear.__call__
+    monkeypatch.setattr(LoRALinear, "__call__", lambda self, x: (calls.append(self), original(self, x))[1])
+    run = Pass(found.model, found.layers, [x.buffers(512) for x in found.layers], Cursor(mx.array(0), 256))
+    run(mx.array([[1, 2, 3, 4]]))
+    once = len(calls)
+    run.kept(mx.array(2))
+    assert found.reason is None and once == len(calls) > 0
 
 
 def test_memory_over_plain_stays_below_a_copy_of_the_state_for_each_row():

@@ -91,7 +91,8 @@ class Mixer:
     def __init__(self, module: nn.Module):
         self.module = module
         self.signature = inspect.signature(type(module).__call__)
-        self.linear = [name for name, child in module.children().items() if isinstance(child, LINEAR)]
+        # With an adapter a linear layer is one inside another.
+        self.linear = [name for name, child in module.children().items() if isinstance(getattr(child, "linear", child), LINEAR)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
