@@ -122,7 +122,7 @@ OWN: dict[str, dict[str, Any]] = {
                        n_routed_experts=4, n_shared_experts=1, topk_group=1, num_experts_per_tok=2, norm_topk_prob=True, routed_scaling_factor=1.0),
     "nemotron": dict(partial_rotary_factor=0.5),
     "openelm": dict(ffn_dim_divisor=32, num_query_heads=[2] * LAYERS, num_kv_heads=[1] * LAYERS, ffn_multipliers=[1.0] * LAYERS),
-    "phi3small": dict(dense_attention_every_n_layers=2),
+    "phi3small": dict(vocab_size=100352, dense_attention_every_n_layers=2),
     "plamo2": dict(full_attention_idx=[1, 3]),
     "qwen3_5": dict(full_attention_interval=2),
     "qwen3_5_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32),
