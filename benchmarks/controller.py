@@ -184,7 +184,7 @@ def main() -> None:
     report_machine(card)
     for name, pair in pairs.items():
         note(f"costs of {name}")
-        measure(pair)
+        measure(pair, again=True)
     found = texts.load(args.kinds, args.each)
     prompts = [p for turn in range(args.each) for p in found if [q for q in found if q.category == p.category].index(p) == turn]
     ids, arms = [encode(pairs[NONE].tokenizer, p.messages)[0] for p in prompts], arms_of(pairs, args.k)

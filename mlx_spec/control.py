@@ -25,6 +25,7 @@ MARGIN = 1.03  # what another k must gain
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # plain rounds between two probes
 SMOOTH, SHARE, STRAY = 0.1, 0.3, 1.25  # of the clock's corrections
 SURE = (1.0,) * LARGEST
+MISLED = 1.6
 NEAR = 128  # tokens of depth that share one reading of the costs
 
 
@@ -112,6 +113,7 @@ class Learnt:
         self.task = task
         self.evidence: dict[tuple[str, int], Evidence] = {}
         self.pace: dict[tuple[str, int], float] = {(DRAFT, 0): 1.0}
+        self.renewed = False  # whether the costs were timed a second time
 
     def of(self, source: str, matched: int) -> Evidence:
         length = max((n for n in MATCHES if n <= matched), default=0) if source == LOOKUP else 0
@@ -122,6 +124,15 @@ class Learnt:
         for found in self.evidence.values():
             found.fade(min(1.0, KEPT_ROUNDS / found.judged[0]))
             found.wait, found.idle = FIRST_WAIT, 0
+
+    @property
+    def misled(self) -> bool:
+        """Whether rounds took so much longer or shorter than promised, against each other, that the
+        costs must have been timed on a busy machine."""
+        return not self.renewed and max(self.pace.values()) > MISLED * min(self.pace.values())
+
+    def renew(self) -> None:
+        self.pace, self.renewed = {(DRAFT, 0): 1.0}, True
 
     def pace_of(self, source: str, k: int) -> float:
         """Its own; before there is one, that of the nearest k."""
@@ -139,19 +150,23 @@ class Auto(Controller):
     """The k and the source with the most expected tokens a second, by measured costs and by how
     drafts have fared; plain decoding where nothing pays, with a probe now and then.
 
-    costs: called once, when a request begins. clocked: whether round times correct them; False
+    costs: called when a request begins, with again=True where they proved wrong. clocked: whether round times correct them; False
     makes the choices follow from the tokens alone.
     """
 
     largest, sources = LARGEST, (DRAFT, LOOKUP)
 
-    def __init__(self, costs: Callable[[], Costs], learnt: Learnt, clocked: bool = True):
+    def __init__(self, costs: Callable[..., Costs], learnt: Learnt, clocked: bool = True):
         self._measured, self.learnt, self.clocked = costs, learnt, clocked
         self._now = Choice(0)
         self._depth = -NEAR
 
     def begin(self) -> None:
-        self._costs = self._measured()
+        if self.clocked and self.learnt.misled:
+            self._costs = self._measured(again=True)
+            self.learnt.renew()
+        else:
+            self._costs = self._measured()
         self.learnt.begin()
 
     def choose(self, length: int, limits: Mapping[str, int], matched: int) -> Choice:

@@ -148,7 +148,7 @@ def test_k_0_never_asks_the_draft(bench, monkeypatch):
 
 @pytest.mark.parametrize("draft", ["draft", None])
 def test_without_flags_the_draft_length_is_the_machines_own_choice(bench, draft, monkeypatch):
-    monkeypatch.setattr(request, "measure", lambda pair: COSTS if draft else Costs(COSTS.rows_s, None))
+    monkeypatch.setattr(request, "measure", lambda pair, again=False: COSTS if draft else Costs(COSTS.rows_s, None))
     code, out, _, found = bench("--baseline", "mlx-lm-plain", draft=draft, prompts=["Copy this: abcabcabcabc"] * 2)
     kinds = {r["k"]: r["identity"]["kind"] for r in found["runs"] if r["engine"] == OURS}
     assert code == 0 and kinds == dict.fromkeys(["auto", 0, 4] if draft else ["auto", 0], "identical")

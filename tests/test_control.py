@@ -161,7 +161,7 @@ def test_acceptance_of_a_place_that_was_never_reached_is_that_of_the_one_before(
 @pytest.fixture
 def priced(monkeypatch):
     """Costs as if they had been measured: drafts pay."""
-    monkeypatch.setattr(request, "measure", lambda pair: Costs(V["M4"], None if pair.draft is None else 0.05))
+    monkeypatch.setattr(request, "measure", lambda pair, again=False: Costs(V["M4"], None if pair.draft is None else 0.05))
 
 
 @pytest.mark.parametrize("run_ahead", [True, False])
@@ -235,3 +235,17 @@ def test_drafting_stops_where_the_draft_has_read_all_it_can_and_lookup_goes_on(p
 def test_fixed_and_scripted_choices_are_what_they_say():
     assert Fixed(3).choose(5, {DRAFT: 8}, 0) == Choice(3)
     assert Scripted(2, (4, LOOKUP)).sources == (DRAFT, LOOKUP)
+
+
+def test_costs_that_decoding_proves_wrong_are_timed_again_once():
+    """Timed while something else ran: drafting seemed free."""
+    asked, learnt = [], Learnt()
+
+    def costs(again=False):
+        asked.append(again)
+        return Costs(V["M4"], 0.05)
+
+    for seed in range(3):
+        world(Auto(costs, learnt), Costs(V["M4"], 0.05), {DRAFT: 0.9}, seed=seed, slow=lambda choice: 2.5 if choice.k else 1.0)
+    assert asked == [False, True, False]
+    assert not Learnt().misled
