@@ -246,6 +246,6 @@ def test_costs_that_decoding_proves_wrong_are_timed_again_once():
         return Costs(V["M4"], 0.05)
 
     for seed in range(3):
-        world(Auto(costs, learnt), Costs(V["M4"], 0.05), {DRAFT: 0.9}, seed=seed, slow=lambda choice: 2.5 if choice.k else 1.0)
+        world(Auto(costs, learnt), Costs(V["M4"], 0.05), {DRAFT: 0.97}, seed=seed, slow=lambda choice: 4.0 if choice.k else 1.0)
     assert asked == [False, True, False]
     assert not Learnt().misled
