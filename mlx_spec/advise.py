@@ -61,7 +61,7 @@ def advise(pair: Pair, folders: Sequence[str | Path] = (), prompts: Sequence[str
     ids = [encode(pair.tokenizer, p.messages, vocab_size=pair.vocab_size)[0] for p in _prompts(prompts)]
     on_draft(LOOKUP)
     alone = Pair(pair.target, None, pair.tokenizer, name=pair.name)
-    found = [_lookup(measure(alone), [(i, _reply(alone, i, 0)[1]) for i in ids])]
+    found = [_lookup(measure(alone, again=True), [(i, _reply(alone, i, 0)[1]) for i in ids])]
     for name in candidates(str(pair.name), folders):
         on_draft(name)
         try:
@@ -120,7 +120,7 @@ def _try(pair: Pair, name: str, ids: Sequence[Sequence[int]]) -> Advice:
     found = [s / j for s, j in zip(stood, judged) if j]
     limit = getattr(pair.draft, "largest", LARGEST)
     acceptance = (found + [found[-1]] * LARGEST)[: min(limit, LARGEST)] if found else []
-    costs = measure(pair)
+    costs = measure(pair, again=True)
     k, gain = best(costs, acceptance)
     return Advice(name, k, gain, tuple(acceptance), costs.c)
 

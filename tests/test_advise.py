@@ -47,7 +47,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(module, "scan_cache_dir", empty)
     monkeypatch.setattr(module, "TOKENS", 16)
     monkeypatch.setattr(module, "PROMPTS", 2)
-    monkeypatch.setattr(module, "measure", lambda pair: Costs(FLAT, None if pair.draft is None else 0.1))
+    monkeypatch.setattr(module, "measure", lambda pair, again: Costs(FLAT, None if pair.draft is None else 0.1))
 
 
 def test_every_draft_is_tried_and_what_can_not_be_used_is_said(shelf):
@@ -101,7 +101,7 @@ def test_what_the_hubs_cache_holds_whole_is_a_candidate(shelf, tmp_path, monkeyp
 
 
 def test_the_command_prints_a_table_and_the_winners_command(shelf, capsys, monkeypatch):
-    monkeypatch.setattr(module, "measure", lambda pair: Costs(FLAT, None if pair.draft is None else 0.0))
+    monkeypatch.setattr(module, "measure", lambda pair, again: Costs(FLAT, None if pair.draft is None else 0.0))
     target = str(shelf / "target")
     assert cli.main(["advise", "--target", target, "--drafts", str(shelf / "drafts"), "--prompts", "code"]) == 0
     shown = capsys.readouterr()
@@ -112,7 +112,7 @@ def test_the_command_prints_a_table_and_the_winners_command(shelf, capsys, monke
 def test_where_none_helps_the_command_says_so(shelf, capsys, monkeypatch):
     """A06: a draft that loses is not recommended."""
     steep = tuple(float(m) for m in range(1, 10))
-    monkeypatch.setattr(module, "measure", lambda pair: Costs(steep, None if pair.draft is None else 1.0))
+    monkeypatch.setattr(module, "measure", lambda pair, again: Costs(steep, None if pair.draft is None else 1.0))
     arguments = ["advise", "--target", str(shelf / "target"), "--drafts", str(shelf / "drafts/half")]
     assert cli.main(arguments) == 0 and "none helps here" in capsys.readouterr().out
     assert cli.main([*arguments, "--json"]) == 0
