@@ -41,8 +41,7 @@ class Chat:
     def stream(self, text: str, **options: Any) -> Turn:
         """The reply chunk by chunk. What there is when it ends, or is closed, becomes part of the
         conversation. Raises ValueError for a turn without text, before anything is changed."""
-        if not text.strip():
-            raise ValueError("the message is empty: write something")
+        _check_turn(text)
         return self._turn([*self.messages, {"role": "user", "content": text}], options)
 
     def retry(self, **options: Any) -> Turn:
@@ -59,8 +58,7 @@ class Chat:
         places = [i for i, m in enumerate(self.messages) if m["role"] == "user"]
         if not -len(places) <= index < len(places):
             raise ValueError(f"there are {len(places)} user turns to edit; got index {index}")
-        if not text.strip():
-            raise ValueError("the message is empty: write something")
+        _check_turn(text)
         return self._turn([*self.messages[: places[index]], {"role": "user", "content": text}], options)
 
     def clear(self) -> None:
@@ -99,6 +97,13 @@ class Chat:
         if text:
             self.messages = [*self.messages, {"role": "assistant", "content": text}]
         self._memory = memory
+
+
+def _check_turn(text: str) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"the message must be text; got {type(text).__name__}")
+    if not text.strip():
+        raise ValueError("the message is empty: write something")
 
 
 class Turn(Stream):

@@ -226,7 +226,8 @@ def test_ctrl_c_keeps_what_is_finished(bench, monkeypatch):
 
 @pytest.mark.parametrize("arguments, said", [
     (["-k", "0,65"], "num_draft_tokens"), (["--temp", "-1"], "temperature"), (["--temp", "warm"], "--temp takes"), (["-m", "-1"], "--max-tokens must"),
-    (["--out", "none/x.json"], "folder"), (["-n", "0"], "-n must"), (["--out", "x.txt"], "--out must"),
+    (["--out", "none/x.json"], "folder"), (["-n", "0"], "-n must"), (["--each", "-1"], "--each must"), (["--plot", "x.pdf"], "--plot must"),
+    (["--out", "x.txt"], "--out must"),
     (["--baseline", "vllm"], "mlx-lm-plain, mlx-lm-spec"), (["--prompts", "poetry"], "chat, code"), (["--compare", "none.json"], "none.json")])
 def test_what_is_wrong_on_the_command_line_is_said_before_anything_is_loaded(arguments, said, capsys):
     assert cli.main(["bench", "--target", "./none", *arguments]) == 1
@@ -249,6 +250,7 @@ def test_losses_are_said_and_acceptance_is_no_speed():
     found = made({(c, k): v for c in ("chat", "edit") for k, v in ((2, 1.3), (4, 1.1))} | {("code", 2): 1.2, ("code", 4): 1.8})
     assert figures.advice(found) == "On this Apple M4 Pro use k=2 (1.56x); for code use k=4 (2.16x)."
     assert "leave speculation off (k=0)" in figures.advice(made({("chat", 2): 0.6}))
+    assert "leave speculation off (k=0)" in figures.advice(made({("chat", 0): 1.8, ("chat", 2): 1.5}))
 
 
 def test_tokens_are_ids_and_prompt_time_is_apart():

@@ -134,6 +134,8 @@ def test_an_empty_turn_changes_nothing():
     for text in ("", "  ", "\n"):
         with pytest.raises(ValueError, match="message is empty"):
             chat.stream(text)
+    with pytest.raises(ValueError, match="must be text; got NoneType"):
+        chat.send(None)
     with pytest.raises(ValueError, match="nothing|no turn to retry"):
         chat.retry()
     with pytest.raises(ValueError, match="0 user turns"):

@@ -216,6 +216,11 @@ def test_the_chat_template_is_used_unless_told_otherwise(run, folders):
     assert lengths == [turn + len("<assistant\n"), len("<system\nBe brief<\n") + turn + len("<assistant\n"), len(TEXT)]
 
 
+def test_a_system_prompt_without_a_chat_template_is_refused_not_dropped(run):
+    code, out, err = run("--ignore-chat-template", "--system-prompt", "Be brief")
+    assert (code, out) == (1, "") and "--system-prompt needs the chat template" in err
+
+
 def test_a_model_without_a_chat_template_is_given_plain_text_and_a_note(run):
     code, out, err = run("--max-tokens", 3, target="bare")
     assert code == 0 and "note:        plain-text mode" in err

@@ -127,9 +127,10 @@ def advice(record: Record) -> str:
 
 
 def _best(candidates: Iterable[Row]) -> Row | None:
-    """The fastest of ours that gains."""
-    mine = [r for r in candidates if r.arm.engine == OURS and r.arm.k != 0 and r.speedup and r.speedup["median"] > 1]
-    return max(mine, key=lambda r: r.speedup["median"], default=None)
+    """The fastest of ours that gains; none where our own plain decoding is as fast."""
+    mine = [r for r in candidates if r.arm.engine == OURS and r.speedup and r.speedup["median"] > 1]
+    best = max(mine, key=lambda r: (r.speedup["median"], r.arm.k == 0), default=None)
+    return best if best and best.arm.k != 0 else None
 
 
 def _use(row: Row | None) -> str:

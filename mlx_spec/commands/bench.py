@@ -62,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
 def _check_files(args: argparse.Namespace) -> None:
     if args.out and Path(args.out).suffix[1:] not in FORMATS:
         raise ValueError(f"--out must end in one of .{', .'.join(FORMATS)}; got {args.out!r}")
+    if args.plot and Path(args.plot).suffix != ".png":
+        raise ValueError(f"--plot must end in .png; got {args.plot!r}")
     for path in filter(None, (args.out, args.plot)):
         if not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{path} can't be written: its folder does not exist")
@@ -73,7 +75,8 @@ def _asked(args: argparse.Namespace) -> tuple[list, list[float], list[str], Opti
     tokens = (48 if args.quick else 96) if args.max_tokens is None else args.max_tokens
     if unknown := set(baselines) - set(BASELINES):
         raise ValueError(f"--baseline takes {', '.join(BASELINES)}; got {unknown.pop()!r}")
-    for name, value, least in (("-n", args.n, 1), ("--max-tokens", tokens, 1), ("--delay", args.delay, 0)):
+    for name, value, least in (("-n", args.n, 1), ("--each", args.each or 0, 0), ("--max-tokens", tokens, 1),
+                               ("--delay", args.delay, 0)):
         if not value >= least:
             raise ValueError(f"{name} must be a number from {least}; got {value}")
     options = Options(max_tokens=tokens, verify=args.verify)

@@ -53,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompt(args: argparse.Namespace) -> str | list[dict[str, str]]:
+    if args.ignore_chat_template and args.system_prompt is not None:
+        raise ValueError("--system-prompt needs the chat template: leave it out, or --ignore-chat-template")
     text = args.prompt
     if text == "-":
         if sys.stdin is None:
