@@ -37,6 +37,8 @@ MATHS = [{"left": "$$", "right": "$$", "display": True}]
 COLOURS = {numbers.PLAIN: "#94a3b8", numbers.SPECULATIVE: "#16a34a"}
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "num_draft_tokens", "verify")
 WHOLE = ("top_k", "max_tokens")
+READING = "reading the prompt"
+CHUNK = 512  # prompt tokens read at a time: a stop is heard between two chunks
 
 
 class Page:
@@ -88,9 +90,9 @@ class Page:
                         self.examples[prompt] = gr.Button(prompt, size="sm", min_width=280)
 
     def _build_settings(self) -> None:
-        with gr.Row():
+        with gr.Row(elem_id="plots"):
             self.over_time = gr.LinePlot(x="device seconds", y="tokens", color="column", color_map=COLOURS, height=230,
-                                         title="Tokens over device time", min_width=300)
+                                         color_title=" ", title="Tokens over device time", min_width=300)
             self.by_position = gr.BarPlot(x="position", y="% accepted", y_lim=[0, 100], height=230, min_width=300,
                                           title="Accepted by position in the round")
         with gr.Accordion("Settings", open=False):
@@ -136,6 +138,7 @@ class Page:
         self.edit_button.click(self.edit, self.visitor, shown, api_name="edit", **hidden)
         self.clear_button.click(self.clear, self.visitor, shown, api_name="clear", **hidden)
         self.formatted.change(self.show_formatted, [self.formatted, self.visitor], shown, **quiet)
+        self.mode.change(self.show_mode, self.mode, [*self.columns.values()], **quiet)
         self.pair.input(lambda: ("", ""), None, [self.target, self.draft], **quiet)
         self.load_button.click(self.load, [self.pair, self.target, self.draft], self.banner, api_name="load", **hidden)
         self.cancel_button.click(self.cancel_load, None, self.banner, **quiet)
@@ -171,11 +174,13 @@ class Page:
 
     def _turn(self, said: str, visitor: Visitor, mode: str, system: str, settings: Sequence[Any]) -> Iterator[dict]:
         reply, drawn = None, 0.0
-        yield {self.returned: "", self.place: ""}
+        asked = [*visitor.messages, {"role": "user", "content": said}]
+        yield ({self.returned: "", self.place: place_html(READING)} | self.history_update(asked, visitor.formatted)
+               | self.reply_update(None, visitor.formatted))
         try:
             for event in self.stage.turn(visitor, said, mode, options_of(settings), text.clean(system or "")):
                 if isinstance(event, str):
-                    yield {self.place: place_html(event)} | self.history_update(visitor.said, visitor.formatted)
+                    yield {self.place: place_html(event or READING)} | self.history_update(visitor.said, visitor.formatted)
                     continue
                 update = self.reply_update(event, visitor.formatted)
                 if reply is None:
@@ -188,9 +193,10 @@ class Page:
         except Exception as error:  # a model can fail in any way, and the page says so and lives on
             expected = isinstance(error, (ValueError, SpecError))
             place = place_html(str(error) if expected else f"{type(error).__name__}: {error}", bad=True)
-            yield {self.place: place, self.returned: "" if reply else said}
+            before = {} if reply else self.show_formatted(visitor.formatted, visitor)
+            yield before | {self.place: place, self.returned: "" if reply else said}
         else:
-            if reply is None and visitor.session is not None:  # stopped before its turn came
+            if reply is None and visitor.said:  # stopped before its turn came, and not cleared
                 yield {self.place: "", self.returned: said} | self.history_update(visitor.messages, visitor.formatted)
 
     def _first_update(self, reply: Any, visitor: Visitor) -> dict:
@@ -252,6 +258,10 @@ class Page:
         said = visitor.said if visitor.reply is not None else visitor.messages
         return self.reply_update(visitor.reply, formatted) | self.history_update(said, formatted)
 
+    @staticmethod
+    def show_mode(mode: str) -> list[dict]:
+        return [gr.update(visible=mode in ("race", name)) for name in LANES]
+
     def load(self, pair: str | None, target: str, draft: str) -> str:
         chosen = target.strip() or pair
         if chosen:
@@ -280,11 +290,11 @@ def options_of(settings: Sequence[Any]) -> dict[str, Any]:
     """Options from the widgets' values. Raises ValueError for a seed that is no number."""
     options = dict(zip(OPTIONS, settings))
     seed = (options["seed"] or "").strip()
-    if seed and not seed.isdecimal():
-        raise ValueError(f"seed must be a whole number, or empty for a new one; got {seed!r}")
+    if seed and not (seed.isdecimal() and int(seed) < 2**64):
+        raise ValueError(f"seed must be a whole number below 2**64, or empty for a new one; got {seed!r}")
     k = options["num_draft_tokens"]
     whole = {name: int(options[name]) for name in WHOLE} | {"num_draft_tokens": k if k == DEFAULT_K else int(k)}
-    return options | whole | {"seed": int(seed) if seed else None}
+    return options | whole | {"prefill_step_size": CHUNK, "seed": int(seed) if seed else None}
 
 
 def place_html(said: str, bad: bool = False) -> str:
@@ -303,10 +313,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def theme() -> gr.themes.Base:
-    """System fonts, so that nothing is fetched; labels are words, not badges."""
+    """System fonts, so that nothing is fetched; labels are words, not badges; every text has a contrast of 4.5."""
     made = gr.themes.Soft(primary_hue="emerald", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     words = {"background_fill": "transparent", "text_color": "*body_text_color"}
-    return made.set(**{f"block_{kind}_{name}{mode}": value for kind in ("title", "label") for mode in ("", "_dark")
+    green = {f"{widget}{mode}": "*primary_700" for mode in ("", "_dark")
+             for widget in ("button_primary_background_fill", "checkbox_label_background_fill_selected")}
+    hover = {f"button_primary_background_fill_hover{mode}": "*primary_800" for mode in ("", "_dark")}
+    return made.set(body_text_color_subdued="*neutral_600", **green, **hover, **{f"block_{kind}_{name}{mode}": value for kind in ("title", "label") for mode in ("", "_dark")
                        for name, value in words.items()})
 
 

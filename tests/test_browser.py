@@ -66,8 +66,8 @@ def stub():
     arena.worker.close()
 
 
-def visit(browser, address, width=1280):
-    tab = browser.new_context(viewport={"width": width, "height": 900}).new_page()
+def visit(browser, address, width=1280, scheme="light"):
+    tab = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
     tab.set_default_timeout(60_000)  # a machine may have other things to do
     tab.problems = []
     tab.on("dialog", lambda d: (tab.problems.append(d.message), d.dismiss()))
@@ -227,3 +227,54 @@ def test_at_390_pixels_the_columns_stack_and_nothing_sticks_out(browser, stub):
     plain, speculative = tab.evaluate("['plain', 'speculative'].map(n => document.getElementById(n).getBoundingClientRect().toJSON())")
     assert speculative["top"] >= plain["bottom"] and plain["width"] <= 390
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_a_long_conversation_scrolls_in_itself_and_the_columns_stay_in_view(browser, stub):
+    tab = visit(browser, stub[1])
+    assert not tab.is_visible("#plots")  # nothing to draw yet
+    say(tab, "word " * 5000)
+    tab.wait_for_function(DONE)
+    assert tab.evaluate("document.querySelector('#race').getBoundingClientRect().top < innerHeight / 2 + 100")
+    assert tab.is_visible("#plots") and tab.is_visible(".legend")
+    tab.click("#formatted input")
+    tab.wait_for_selector(".legend", state="hidden")  # it explains colours that are not shown now
+    assert tab.evaluate("document.querySelector('#race').getBoundingClientRect().top < innerHeight / 2 + 100")
+
+
+def test_the_columns_are_those_of_the_mode(browser, stub):
+    tab = visit(browser, stub[1])
+    tab.click("#mode label:has-text('plain')")
+    tab.wait_for_selector("#speculative", state="hidden")
+    say(tab, "hello")
+    tab.wait_for_function("document.querySelector('#plain .reply').innerText.includes('three')")
+    tab.click("#mode label:has-text('race')")
+    tab.wait_for_selector("#speculative")
+
+
+CONTRASTS = r"""() => {
+  const light = (c) => c.map((v) => (v / 255 <= .03928 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
+  const numbers = (css) => css.match(/[\d.]+/g).map(Number);
+  const ground = (e) => {
+    for (; e; e = e.parentElement) {
+      const c = numbers(getComputedStyle(e).backgroundColor);
+      if (c.length < 4 || c[3] > .9) return c.slice(0, 3);
+    }
+    return [255, 255, 255];
+  };
+  return [...document.querySelectorAll(".gradio-container *")].filter((e) => e.checkVisibility() && e.offsetWidth &&
+    [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim())).map((e) => {
+      const [a, b] = [light(numbers(getComputedStyle(e).color).slice(0, 3)), light(ground(e))];
+      return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.innerText];
+    }).filter(([contrast]) => contrast < 4.5);
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read(browser, stub, scheme):
+    """A contrast of 4.5, as WCAG 2 asks for."""
+    tab = visit(browser, stub[1], scheme=scheme)
+    assert tab.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
+    say(tab, "hello")
+    tab.wait_for_function(DONE)
+    assert tab.evaluate(CONTRASTS) == []

@@ -32,7 +32,7 @@ def view(name, words, origin="accepted", tps=10.0, finish=None, rounds=None):
                            trail=[(0.1 * i, i) for i in range(len(words))])
 
 
-def reply(words=("a", "b"), mode="race", done=True, verdict="identical", tps=(10.0, 16.2), finish="stop", thinks=False, **options):
+def reply(words=tuple("abcd"), mode="race", done=True, verdict="identical", tps=(10.0, 16.2), finish="stop", thinks=False, **options):
     lanes = {name: view(name, words, "plain" if name == "plain" else "accepted", rate, finish if done else None)
              for name, rate in zip(("plain", "speculative"), tps) if mode in ("race", name)}
     made = Options.of(verify="match").but(**options)
@@ -216,6 +216,7 @@ def test_earlier_turns_follow_the_formatting_switch(page):
     (reply(verdict=None, finish="cancelled"), ("won", "1.62x faster · stopped")),
     (reply(tps=(10.0, 10.1)), ("open", "as fast as plain · identical")),
     (reply(done=False), ("won", "1.62x faster so far")),
+    (reply(words=("a",)), ("open", "too short to time · identical")),
     (reply(mode="plain"), ("open", "")),
 ])
 def test_the_verdict_says_how_it_went(made, expected):
@@ -252,7 +253,7 @@ def test_every_path_streams_to_the_end(page):
                     list(page._example("an example")(visitor, "race", "", *SETTINGS))):
         texts = [u[page.replies["speculative"]] for u in updates if page.replies["speculative"] in u]
         assert len(texts) >= 2 and all(word in texts[-1] for word in ("one", "two", "three"))
-        assert "1.62x faster" in updates[-1][page.verdict] and "{" in updates[-1][page.json]
+        assert "identical" in updates[-1][page.verdict] and "{" in updates[-1][page.json]
     assert [m["content"] for m in visitor.messages if m["role"] == "user"] == ["hello", "an example"]
     assert [m["content"] for m in visitor.said] == ["hello", "one two three", "an example"]
     assert page.edit(visitor)[page.returned] == "an example"
@@ -331,6 +332,40 @@ def test_the_second_visitor_sees_its_place_and_its_stop_and_clear_act_at_once(pa
     arena.gate.set()
     puller.join(5)
     assert a.messages[-1]["content"] == "one two three" and b.messages == []
+
+
+def test_a_prompt_is_seen_while_it_is_read(page):
+    visitor, arena = Visitor(), page.stage.arena
+    send(page, visitor)
+    arena.gate.clear()
+    stream = page.send("a long one", visitor, "race", "", *SETTINGS)
+    first = next(stream)
+    assert "one two three" in first[page.history] and first[page.history].endswith('user">a long one</div>')
+    assert page_app.READING in first[page.place] and first[page.verdict] == "" and "three" not in first[page.replies["plain"]]
+    arena.gate.set()
+    assert list(stream)[-1][page.verdict]
+
+
+def test_a_wrong_setting_takes_the_prompt_out_of_what_was_said(page):
+    visitor = Visitor()
+    send(page, visitor)
+    last = send(page, visitor, said="again", settings=[0, 1, 0, 0, str(2**64), 256, 4, "match"])[-1]
+    assert "below 2**64" in last[page.place] and last[page.returned] == "again"
+    assert "again" not in last[page.history] and "three" in last[page.replies["plain"]]
+
+
+def test_a_stop_before_the_first_pair_is_there_gives_the_text_back():
+    stage, go = Stage(StubArena(), lambda *_: go.wait(5)), threading.Event()
+    stage.arena.pair = None
+    page, visitor = page_app.Page(stage), Visitor()
+    stage.load("x")
+    stream = page.send("hello", visitor, "race", "", *SETTINGS)
+    next(stream), next(stream)
+    page.stop(visitor)
+    last = list(stream)[-1]
+    assert last[page.returned] == "hello" and last[page.place] == last[page.history] == ""
+    go.set()
+    stage.arena.worker.close()
 
 
 def test_a_clear_while_it_streams_leaves_nothing_behind(page):

@@ -164,7 +164,7 @@ def test_a_stop_is_heard_between_the_chunks_of_a_long_prompt(open_page, monkeypa
     forward = model.__call__
 
     def counted(self, tokens, *args, **kwargs):
-        if tokens.shape[1] > 1000:
+        if tokens.shape[1] > page_app.CHUNK // 2:
             read.append(tokens.shape[1])
             visitor.stop()
         return forward(self, tokens, *args, **kwargs)

@@ -18,6 +18,7 @@ from .text import escape
 PLAIN, SPECULATIVE = "plain", "speculative"
 NOTHING = "–"
 NOISE = 0.02  # a difference that one race can't tell
+FEW = 4  # with fewer tokens a speed is the clock's noise
 
 
 def shown(value: float | None, form: str) -> str:
@@ -43,7 +44,8 @@ def verdict(reply: Any) -> tuple[str, str]:
     """(class for its colour, sentence); the class is won, lost, bad or open."""
     if len(reply.lanes) < 2:
         return "open", ""
-    speed, kind = speed_of(reply.speedup)
+    short = reply.done and min(view.stats.generation_tokens for view in reply.lanes.values()) < FEW
+    speed, kind = ("too short to time", "open") if short else speed_of(reply.speedup)
     if not reply.done:
         return kind, f"{speed} so far" if speed else ""
     if reply.verdict is not None and reply.verdict.kind == "BUG":

@@ -47,6 +47,7 @@ class Visitor:
         """At once: a reply under way belongs to the conversation that is left behind."""
         self.stop()
         self.session = self.reply = None
+        self.said = []
 
     def take_back(self) -> str | None:
         """Stop, and take the last user turn out of the conversation."""
