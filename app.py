@@ -35,6 +35,7 @@ DEFAULT_K = "auto"
 PLOT_S = 1.0  # between two drawings of the plots
 MATHS = [{"left": "$$", "right": "$$", "display": True}]
 COLOURS = {numbers.PLAIN: "#94a3b8", numbers.SPECULATIVE: "#16a34a"}
+GREEN = {"button_primary_background_fill": 700, "button_primary_background_fill_hover": 800, "checkbox_label_background_fill_selected": 700}
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "num_draft_tokens", "verify")
 WHOLE = ("top_k", "max_tokens")
 READING = "reading the prompt"
@@ -138,7 +139,8 @@ class Page:
         self.edit_button.click(self.edit, self.visitor, shown, api_name="edit", **hidden)
         self.clear_button.click(self.clear, self.visitor, shown, api_name="clear", **hidden)
         self.formatted.change(self.show_formatted, [self.formatted, self.visitor], shown, **quiet)
-        self.mode.change(self.show_mode, self.mode, [*self.columns.values()], **quiet)
+        self.mode.change(lambda mode: [gr.update(visible=mode in ("race", name)) for name in LANES],
+                         self.mode, [*self.columns.values()], **quiet)
         self.pair.input(lambda: ("", ""), None, [self.target, self.draft], **quiet)
         self.load_button.click(self.load, [self.pair, self.target, self.draft], self.banner, api_name="load", **hidden)
         self.cancel_button.click(self.cancel_load, None, self.banner, **quiet)
@@ -258,10 +260,6 @@ class Page:
         said = visitor.said if visitor.reply is not None else visitor.messages
         return self.reply_update(visitor.reply, formatted) | self.history_update(said, formatted)
 
-    @staticmethod
-    def show_mode(mode: str) -> list[dict]:
-        return [gr.update(visible=mode in ("race", name)) for name in LANES]
-
     def load(self, pair: str | None, target: str, draft: str) -> str:
         chosen = target.strip() or pair
         if chosen:
@@ -316,11 +314,9 @@ def theme() -> gr.themes.Base:
     """System fonts, so that nothing is fetched; labels are words, not badges; every text has a contrast of 4.5."""
     made = gr.themes.Soft(primary_hue="emerald", font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
     words = {"background_fill": "transparent", "text_color": "*body_text_color"}
-    green = {f"{widget}{mode}": "*primary_700" for mode in ("", "_dark")
-             for widget in ("button_primary_background_fill", "checkbox_label_background_fill_selected")}
-    hover = {f"button_primary_background_fill_hover{mode}": "*primary_800" for mode in ("", "_dark")}
-    return made.set(body_text_color_subdued="*neutral_600", **green, **hover, **{f"block_{kind}_{name}{mode}": value for kind in ("title", "label") for mode in ("", "_dark")
-                       for name, value in words.items()})
+    green = {f"{widget}{mode}": f"*primary_{shade}" for mode in ("", "_dark") for widget, shade in GREEN.items()}
+    return made.set(body_text_color_subdued="*neutral_600", **green, **{
+        f"block_{kind}_{name}{mode}": value for kind in ("title", "label") for mode in ("", "_dark") for name, value in words.items()})
 
 
 def serve(page: Page, host: str = "127.0.0.1", port: int | None = None) -> str:
