@@ -3,6 +3,9 @@
 Each is timed where it is decoded, from the first chunk to the last, by the wall: what the page does between rounds and
 what its server and its browser take from them both count. Arms take turns prompt by prompt, in rotating order; greedy,
 speculative only; end tokens are ignored.
+
+On a CPU the device is the same cores that the page and the browser run on. With --apart decoding has a core to itself and
+everything else the others: as near as a CPU comes to a device of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from mlx_spec import arena as arena_module  # noqa: E402
 from mlx_spec.arena import Arena  # noqa: E402
 from mlx_spec.bench.stats import Probe, interval, rotated  # noqa: E402
 from mlx_spec.bench.texts import load as load_prompts  # noqa: E402
+from mlx_spec.blas import work_side_by_side  # noqa: E402
 from mlx_spec.engine import Decoder  # noqa: E402
 from mlx_spec.page.stage import Stage  # noqa: E402
 from mlx_spec.prompts import encode  # noqa: E402
@@ -127,6 +131,27 @@ def arms_of(bench: Bench, stack: ExitStack) -> dict[str, Converse]:
     return arms
 
 
+def keep_apart(bench: Bench, text: str) -> None:
+    """Threads that decode on the first core, all others, and what they start, on the rest."""
+    work_side_by_side()
+    before = _ticks()
+    bench.timed(bench.alone, text)
+    grown = {thread: ticks - before.get(thread, 0) for thread, ticks in _ticks().items()}
+    first, *rest = sorted(os.sched_getaffinity(0))
+    for thread, ticks in grown.items():
+        os.sched_setaffinity(thread, {first} if ticks > 0.05 * sum(grown.values()) else rest)
+    note(f"{sum(ticks > 0.05 * sum(grown.values()) for ticks in grown.values())} threads decode, on core {first}")
+
+
+def _ticks() -> dict[int, int]:
+    """What each thread of this process has computed."""
+    found = {}
+    for path in Path("/proc/self/task").glob("*/stat"):
+        fields = path.read_text().rpartition(")")[2].split()
+        found[int(path.parent.name)] = int(fields[11]) + int(fields[12])
+    return found
+
+
 def one_prompt(bench: Bench, arms: dict[str, Converse], text: str, turn: int) -> dict[str, Any]:
     return {name: bench.timed(arms[name], text) for name in rotated(list(arms), turn)}
 
@@ -146,6 +171,7 @@ def arguments() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--pair", default="demo")
     options.add_argument("--k", type=int, default=4)
+    options.add_argument("--apart", action="store_true", help="Linux: decoding has a core to itself")
     options.add_argument("--quick", action="store_true", help="two prompts, 16 tokens: does it work?")
     options.set_defaults(tokens=256)
     args = options.parse_args()
@@ -160,8 +186,11 @@ def main() -> None:
     card = machine(args.dtype)
     report_machine(card)
     bench, probe = Bench(args.pair, args.k, args.tokens), Probe()
+    texts = [prompt.text for prompt in load_prompts(["chat"], args.prompts)]
+    if args.apart:
+        keep_apart(bench, texts[0])
     with ExitStack() as stack:
-        arms, texts = arms_of(bench, stack), [prompt.text for prompt in load_prompts(["chat"], args.prompts)]
+        arms = arms_of(bench, stack)
         note("warming up")
         one_prompt(bench, arms, texts[0], 0)
         records = each_prompt(texts, probe, partial(one_prompt, bench, arms))

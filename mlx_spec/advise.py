@@ -59,10 +59,11 @@ def advise(pair: Pair, folders: Sequence[str | Path] = (), prompts: Sequence[str
     if pair.target_profile.reason:
         raise SpecError(f"{pair.name} decodes plainly with every draft: {pair.target_profile.reason}")
     ids = [encode(pair.tokenizer, p.messages, vocab_size=pair.vocab_size)[0] for p in _prompts(prompts)]
+    names = list(candidates(str(pair.name), folders))
     on_draft(LOOKUP)
     alone = Pair(pair.target, None, pair.tokenizer, name=pair.name)
     found = [_lookup(measure(alone, again=True), [(i, _reply(alone, i, 0)[1]) for i in ids])]
-    for name in candidates(str(pair.name), folders):
+    for name in names:
         on_draft(name)
         try:
             _check(pair, locate(name))
@@ -74,22 +75,28 @@ def advise(pair: Pair, folders: Sequence[str | Path] = (), prompts: Sequence[str
 
 def candidates(target: str, folders: Sequence[str | Path] = ()) -> Iterator[str]:
     """Names, as `locate` takes them, of what is on this machine and smaller than the target."""
-    entry, seen, path = find(target), set(), locate(target)
+    entry, seen, path, given = find(target), set(), locate(target), models_in(folders)
     names = [e.draft_name for e in catalogue() if e.draft != "self" and target in (e.name, e.target)]
     try:
         names += [r.repo_id for r in scan_cache_dir().repos if r.repo_type == "model"]
     except CacheNotFound:
         pass
-    for folder in map(Path, folders):
-        inside = [folder] if (folder / "config.json").exists() else sorted(p.parent for p in folder.glob("*/config.json"))
-        if not inside:
-            raise PairError(f"{folder} holds no models: give a folder with a config.json, or one of such folders")
-        names += [str(p.resolve()) for p in inside]
-    for name in names:
+    for name in (*names, *given):
         here = Path(name) if Path(name).is_absolute() else cached_repo(name)
         if here and here.resolve() not in seen and (entry is None or name != entry.target) and _size(here) < _size(path):
             seen.add(here.resolve())
             yield name
+
+
+def models_in(folders: Sequence[str | Path]) -> list[str]:
+    """Model folders, and those in folders of them. Raises PairError."""
+    found = []
+    for folder in map(Path, folders):
+        inside = [folder] if (folder / "config.json").exists() else sorted(p.parent for p in folder.glob("*/config.json"))
+        if not inside:
+            raise PairError(f"{folder} holds no models: give a folder with a config.json, or one of such folders")
+        found += [str(p.resolve()) for p in inside]
+    return found
 
 
 def _size(path: Path) -> int:

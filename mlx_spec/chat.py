@@ -78,8 +78,10 @@ class Chat:
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             messages = [{"role": m["role"], "content": m["content"]} for m in found["messages"]]
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            raise SpecError(f"{path} is no saved conversation ({str(e).splitlines()[0][:80]})") from e
+        except OSError as e:
+            raise SpecError(f"{path} can't be read: {e.strerror or e}") from e
+        except (ValueError, KeyError, TypeError) as e:
+            raise SpecError(f"{path} is no saved conversation; give a file that Chat.save wrote") from e
         self.messages, self._memory = messages, None
 
     def _turn(self, messages: list[dict[str, str]], options: dict[str, Any]) -> Turn:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import dequantize_model
 
+from .errors import first_line
 from .shapes import Float, Integer
 
 
@@ -184,4 +185,4 @@ def why_hidden(model: nn.Module, caches: Callable[[], list]) -> str | None:
         apart = mx.abs(last - logits[:, -1:]).max() / mx.maximum(mx.abs(logits).max(), 1e-6)
         return None if apart.item() < 0.05 else "its head gives other logits for single rows"
     except Exception as error:
-        return f"its trunk can't be run apart from its head ({str(error).splitlines()[0][:80]})"
+        return f"its trunk can't be run apart from its head ({first_line(error)})"

@@ -47,6 +47,8 @@ class Pair:
     def __init__(self, target: nn.Module, draft: nn.Module | None = None, tokenizer: Any = None, *,
                  draft_tokenizer: Any = None, name: str | None = None, draft_max_length: int | None = None,
                  notes: Iterable[str] = ()) -> None:
+        if not callable(target):
+            raise PairError(f"target must be a loaded mlx-lm model; got {type(target).__name__}: see mlx_lm.load")
         self.target, self.draft, self.name = target, draft, name
         raw = tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper)
         self.tokenizer = TokenizerWrapper(tokenizer) if raw else tokenizer

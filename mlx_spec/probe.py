@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from .cache import Chunked, Cursor, Full, Layer, Pass, Quantized, Ring, Several, adopt, changed, flat, rung
+from .errors import first_line
 from .hidden import why_hidden
 from .positions import Counted
 from .recurrent.mixer import for_rounds
@@ -143,12 +144,15 @@ def _try_quantised(profile: Profile, bits: int, group_size: int) -> str | None:
         return profile.reason
     if any(isinstance(layer, (Ring, Several)) for layer in profile.layers):
         return "it has sliding-window layers or several caches in a layer, which mlx-lm can't quantise"
+    widths = {d for layer in profile.layers for d in (getattr(layer, "key_dim", 0), getattr(layer, "value_dim", 0))}
+    if any(d % group_size for d in widths):
+        return f"its attention keeps keys and values of width {max(widths)}, which kv_group_size {group_size} does not divide"
     layers = profile.for_request(0, kv_bits=bits, kv_group_size=group_size)
     try:
         state = [layer.buffers(rung(1)) for layer in layers]
         mx.eval(Pass(profile.runs(), layers, state, Cursor(mx.array(0), 256))(mx.array([[0, 1]])))
     except Exception as error:
-        return f"its attention can't read them ({str(error).splitlines()[0][:80]})"
+        return f"its attention can't read them ({first_line(error)})"
     return None
 
 
@@ -182,7 +186,7 @@ def _compare(model: Callable, runs: Callable, layers: tuple, head_rows: int) -> 
     except Exception as error:
         if "eval an array during function transformations" in str(error):
             return "its code looks at values on the device while it runs, as dynamic rotary scaling does"
-        return f"it can't run on device-resident caches ({str(error).splitlines()[0][:80]})"
+        return f"it can't run on device-resident caches ({first_line(error)})"
     return _distance(expected, passes[0][0])
 
 

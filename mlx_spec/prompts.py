@@ -47,6 +47,8 @@ def encode(tokenizer: TokenizerWrapper | None, prompt: str | Sequence[int] | Seq
 
 def _items(prompt: Any) -> list[Any]:
     try:
+        if isinstance(prompt, (bytes, bytearray)):
+            raise TypeError
         return list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
     except TypeError:
         raise ValueError(f"the prompt must be text, token ids or messages; got {type(prompt).__name__}") from None

@@ -352,6 +352,8 @@ def test_a_record_is_checked_against_its_schema(spoil, said, tmp_path):
     with pytest.raises(ValueError, match=said) as error:
         record.read(str(tmp_path / "bad.json"))
     assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="none.json can't be read: No such file"):
+        record.read(str(tmp_path / "none.json"))
 
 
 def test_what_apples_tools_print_is_understood():

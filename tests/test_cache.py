@@ -282,6 +282,11 @@ def test_models_that_cannot_keep_quantised_caches_refuse_them(name, why):
         decode(pair(name), tiny.PROMPT, kv_bits=8, kv_group_size=32)
 
 
+def test_groups_that_do_not_divide_the_keys_are_named():
+    with pytest.raises(ValueError, match="which kv_group_size 128 does not divide"):
+        decode(pair(), tiny.PROMPT, kv_bits=4, kv_group_size=128)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_bounded_cache_gives_mlx_lms_tokens_with_both_models_bounded(name):
     """A53: a 200-token prompt into 64 slots."""

@@ -154,7 +154,9 @@ def test_a_conversation_is_saved_and_goes_on_as_if_it_had_not_been(tmp_path):
     other.load(path)
     assert other.messages == chat.messages
     assert other.send("b").ids == chat.send("b").ids
-    for wrong in ("{}", "nonsense", json.dumps({"messages": [1]})):
+    with pytest.raises(SpecError, match="none.json can't be read: No such file"):
+        other.load(tmp_path / "none.json")
+    for wrong in ("{}", "[]", "nonsense", json.dumps({"messages": [1]})):
         path.write_text(wrong)
         with pytest.raises(SpecError, match="no saved conversation"):
             other.load(path)

@@ -152,8 +152,8 @@ def test_text_is_written_as_it_is_made(run, monkeypatch):
 def test_the_library_and_the_command_give_the_same_ids_and_counts(run, folders, options):
     """A13"""
     flags = [f"--{name.replace('_', '-')}={value}".replace("--temperature", "--temp") for name, value in options.items()]
-    code, out, err = run("--json", *flags, prompt="Repeat: a red hen. A red hen.")
-    record, expected = json.loads(out), library(folders, "Repeat: a red hen. A red hen.", **options)
+    code, out, err = run("--json", "--reproducible", *flags, prompt="Repeat: a red hen. A red hen.")
+    record, expected = json.loads(out), library(folders, "Repeat: a red hen. A red hen.", reproducible=True, **options)
     assert code == 0 and err == ""
     assert [t["id"] for t in record["tokens"]] == expected.ids and len(expected.ids) == options["max_tokens"]
     for name in ("drafted", "accepted", "rounds", "accepted_by_position", "generation_tokens", "prompt_tokens"):

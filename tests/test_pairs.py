@@ -64,6 +64,8 @@ def test_without_a_tokenizer_the_head_bounds_the_ids_a01():
     pair = Pair(target, draft)
     assert (pair.vocab_size, pair.draft_vocab_size, pair.tokenizer, pair.end_ids) == (264, 264, None, frozenset())
     assert Pair(target).draft_vocab_size is None
+    with pytest.raises(PairError, match="target must be a loaded mlx-lm model; got NoneType"):
+        Pair(None)
 
 
 def test_folders_with_padded_heads_load_first_time_a02(tmp_path):

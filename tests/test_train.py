@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from functools import lru_cache
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -328,6 +329,7 @@ def test_a_draft_goes_on_from_an_earlier_one(folder, data, tmp_path):
 @pytest.mark.parametrize("changed, said", [
     (dict(kind="tail"), "kind must be one of"), (dict(tokens=3), "tokens must be"), (dict(vocab=1), "vocab must be"),
     (dict(layers=0), "layers must be"), (dict(bits=3), "bits must be"), (dict(max_length=2), "max_length must be"),
+    (dict(schedule=Schedule(epochs=-1)), "epochs must be above 0"), (dict(data=Path("nowhere")), "nowhere does not exist"),
 ])
 def test_a_wrong_option_is_one_line(tmp_path, changed, said):
     with pytest.raises(ValueError, match=said):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Sequence
 
 from .arms import Arm
-from .figures import ALL, Row, gains, rows
+from .figures import ALL, Row, gains, rows, unrest
 from .record import Record
 from .render import lines, ratio
 from .stats import interval, spread
+
+ENOUGH = 5  # prompts, before a difference is called one
 
 
 def markdown(records: Sequence[tuple[str, Record]]) -> str:
@@ -25,7 +28,8 @@ def markdown(records: Sequence[tuple[str, Record]]) -> str:
                 f"{' ' + r['card']['git'] if r['card']['git'] else ''}, {r['target']['name']}" for name, r in records]
     return "\n\n".join(["# mlx_spec bench --compare", "\n".join(machines), lines(header, cells),
                         "Speed over mlx-lm's plain decoding of the same machine [95 % interval]; the last columns are ratios "
-                        "of that on the same prompts. `slower` or `faster`: the interval leaves out 1."]) + "\n"
+                        "of that on the same prompts. `slower` or `faster`: the interval leaves out 1, and there are "
+                        f"{ENOUGH} prompts or more."]) + "\n"
 
 
 def _labels(category: str, arm: Arm) -> list[str]:
@@ -39,8 +43,8 @@ def _gain(row: Row | None) -> str:
 def against(base: Record, other: Record, arm: Arm, category: str = ALL) -> dict | None:
     """The other's speed-up over the base's, paired by prompt; None where there is none."""
     shared = _shared(base, other, arm, category)
-    least = spread([_shared(base, other, arm, c) for c in dict.fromkeys(r["category"] for r in base["runs"])])
-    return interval(shared, least) if shared else None
+    within = spread([_shared(base, other, arm, c) for c in dict.fromkeys(r["category"] for r in base["runs"])])
+    return interval(shared, max(within, math.hypot(unrest(base), unrest(other)))) if shared else None
 
 
 def _shared(base: Record, other: Record, arm: Arm, category: str) -> list[float]:
@@ -52,5 +56,6 @@ def _against(base: Record, other: Record, category: str, arm: Arm) -> str:
     found = against(base, other, arm, category)
     if found is None or found["low"] is None:
         return ratio(found)
-    told = " slower" if found["high"] < 1 else " faster" if found["low"] > 1 else ""
-    return ratio(found) + told
+    if len(_shared(base, other, arm, category)) < ENOUGH:
+        return ratio(found)
+    return ratio(found) + (" slower" if found["high"] < 1 else " faster" if found["low"] > 1 else "")

@@ -14,7 +14,7 @@ ALL = "all"
 
 class Row(NamedTuple):
     """Medians over the prompts. speedup and predicted: over mlx-lm's plain decoding, None with a BUG or nothing to
-    compare; kept, stood: acceptance by position, of all drafts and of those whose predecessors stood; moved: prompts
+    compare; what our plain decoding gains over it is in both, where it was run; kept, stood: acceptance by position, of all drafts and of those whose predecessors stood; moved: prompts
     beside which the machine's clock was off."""
 
     category: str
@@ -63,16 +63,23 @@ def gains(record: Record, arm: Arm, category: str = ALL) -> dict[str, float]:
     return {prompt: median(ratios) for prompt, ratios in found.items()}
 
 
+def unrest(record: Record) -> float:
+    """How much a ratio of two timings varies because the machine's own clock did, on logarithms."""
+    read = {(r["prompt"], r["repetition"]): r["probe_ms"] for r in record["runs"]}
+    return 2**0.5 * spread([list(read.values())])
+
+
 def rows(record: Record) -> list[Row]:
     categories = list(dict.fromkeys(r["category"] for r in record["runs"]))
-    arms = list(dict.fromkeys(map(arm_of, record["runs"])))
-    least = {arm: spread([list(gains(record, arm, c).values()) for c in categories]) for arm in arms}
+    arms, floor = list(dict.fromkeys(map(arm_of, record["runs"]))), unrest(record)
+    least = {arm: max(floor, spread([list(gains(record, arm, c).values()) for c in categories])) for arm in arms}
     return [_row(record, arm, c, least[arm]) for c in [*categories, *([ALL] if len(categories) > 1 else [])] for arm in arms]
 
 
 def _row(record: Record, arm: Arm, category: str, least: float) -> Row:
     runs = [r for r in record["runs"] if arm_of(r) == arm and category in (ALL, r["category"])]
     kinds, gain = [_kind(r) for r in runs], {} if arm.engine == PLAIN else gains(record, arm, category)
+    own = gains(record, Arm(OURS, 0, arm.temperature), category) if arm.engine == OURS else {}
     clock = median([r["probe_ms"] for r in record["runs"]])
     whole = [r["tokens"] / (r["prompt_s"] + r["decode_s"]) for r in runs if r["tokens"]]
     judged, kept, drafted = (_added(r[n] for r in runs) for n in ("judged", "kept", "drafted_by_position"))
@@ -81,7 +88,7 @@ def _row(record: Record, arm: Arm, category: str, least: float) -> Row:
         category, arm, len({r["prompt"] for r in runs}), median([r["tokens"] / r["decode_s"] for r in runs if r["tokens"]]),
         median(whole), *(median([r[n] for r in runs if r[n] is not None]) for n in ("ttft_s", "draft_prompt_s")),
         interval(list(gain.values()), least) if gain else None,
-        median([r["predicted"] for r in runs if gain and r["predicted"] is not None]),
+        median([r["predicted"] * own.get(r["prompt"], 1.0) for r in runs if gain and r["predicted"] is not None]),
         *(sum(r[n] for r in runs) for n in ("drafted", "accepted", "looked_up")),
         [a / b for a, b in zip(kept, drafted) if b], [a / b for a, b in zip(kept, judged) if b],
         tokens / rounds if rounds else None,

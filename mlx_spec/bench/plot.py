@@ -38,7 +38,13 @@ def plot(records: Sequence[tuple[str, Record]], path: str) -> None:
     pen.font = ImageFont.load_default(size=16)
     for i, panel in enumerate(found):
         _draw(pen, panel, HEIGHT * i + TOP)
+    pen.text((LEFT, image.height - 26), "Measured on: " + "; ".join(_machines(records)), "black")
     image.save(path)
+
+
+def _machines(records: Sequence[tuple[str, Record]]) -> list[str]:
+    cards = [record["card"] for _, record in records]
+    return list(dict.fromkeys(f"{c['chip'] or 'unknown chip'}, {c['system']}, {c['device']}" for c in cards))
 
 
 def panels(records: Sequence[tuple[str, Record]]) -> Iterator[Panel]:

@@ -163,6 +163,8 @@ def read(path: str) -> Record:
         if not isinstance(found, dict) or found.get("version") != VERSION:
             raise ValueError(f"it has no version {VERSION}")
         check(found)
-    except (OSError, ValueError) as e:
+    except OSError as e:
+        raise ValueError(f"{path} can't be read: {e.strerror or e}") from e
+    except ValueError as e:
         raise ValueError(f"{path} is no JSON record of `mlx_spec bench`: {e}") from e
     return found

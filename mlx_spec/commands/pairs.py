@@ -50,8 +50,10 @@ def _architectures(as_json: bool) -> int:
     found = []
     for verdict in verdicts():
         found.append(verdict)
-        print(f"\r{len(found)}: {verdict.name:40}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        if sys.stderr.isatty():
+            print(f"\r{len(found)}: {verdict.name:40}", end="", file=sys.stderr, flush=True)
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
     if as_json:
         print(json.dumps([v._asdict() for v in found], indent=1), flush=True)
     else:

@@ -62,6 +62,10 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be {least} or more; got {value}")
+        if not self.schedule.epochs > 0:
+            raise ValueError(f"epochs must be above 0; got {self.schedule.epochs}")
+        if self.data is not None and not self.data.exists():
+            raise ValueError(f"data: {self.data} does not exist; give a .jsonl, .txt or .md file, or a folder of them")
         if self.own < 0 or self.own and not self.data:
             raise ValueError("own needs data to stand beside; without it all text is the target's own")
 
