@@ -67,6 +67,13 @@ def test_the_python_example_runs(tmp_path, capsys):
     assert re.search(r"^(length|stop) (None|[0-9.]+) \d\.\d", capsys.readouterr().out, re.M)
 
 
+def test_an_installed_package_has_every_folder_of_the_library():
+    """A folder that is left out is missed in a wheel only, never in a checkout."""
+    named = (ROOT / "pyproject.toml").read_text()
+    folders = {p.parent.relative_to(ROOT) for p in (ROOT / "mlx_spec").rglob("*.py")}
+    assert len(folders) > 5 and all(f'"{".".join(folder.parts)}"' in named for folder in folders)
+
+
 def test_ci_and_the_readme_run_the_same_test_command():
     assert f"    {TEST_COMMAND}\n" in README.read_text()
     assert (ROOT / ".ci/run").read_text().endswith(f"\n{TEST_COMMAND}\n")
