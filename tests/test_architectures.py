@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 
 import pytest
 
@@ -46,6 +47,9 @@ def made(name):
 
 def test_the_command_prints_what_was_found_and_its_progress_apart(monkeypatch, capsys):
     monkeypatch.setattr(architectures, "names", lambda: ["activations", "internlm3", "llama", "olmo"])
+    assert cli.main(["pairs", "--architectures"]) == 0
+    assert capsys.readouterr().err == ""  # a file that stderr goes to gets no progress
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert cli.main(["pairs", "--architectures", "--json"]) == 0
     out, err = capsys.readouterr()
     assert [(v["name"], v["handled"]) for v in json.loads(out)] == [

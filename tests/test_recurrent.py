@@ -4,6 +4,7 @@ A17, A52: mlx-lm refuses them or loses tokens. Here the state after the tokens t
 made in the graph of the round, from one pass of the target.
 """
 
+import os
 from functools import lru_cache
 
 import hybrids
@@ -36,7 +37,9 @@ BY_ROWS = ("nemotron_h", "olmo_hybrid", "jamba", "mamba", "rwkv7", "bailing_moe_
 NAMES = MASKED + BY_ROWS
 # One of each kind: a loop over steps, matrices for all steps, a window alone, and one that knows no mask, with sliding windows.
 FEW = ("qwen3_next", "mamba2", "lfm2", "recurrent_gemma")
-N = 100
+# MLX_SPEC_FULL_TESTS=1: 300 tokens, and every k, for all of them.
+FULL = bool(os.environ.get("MLX_SPEC_FULL_TESTS"))
+N = 300 if FULL else 60
 LONG = dict.fromkeys(FEW, 300)
 
 
@@ -65,10 +68,11 @@ def test_greedy_speculation_never_changes_the_tokens(name, monkeypatch):
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 4, 8])
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", NAMES if FULL else FEW)
 def test_every_k_gives_the_same_tokens(name, k):
-    decoder, ids = decode(pair(name), tiny.PROMPT, max_tokens=60, num_draft_tokens=k, run_ahead=k % 4 == 0)
-    assert ids == reference(name)[:60]
+    tokens = N if FULL else 60
+    decoder, ids = decode(pair(name), tiny.PROMPT, max_tokens=tokens, num_draft_tokens=k, run_ahead=k % 4 == 0)
+    assert ids == reference(name)[:tokens]
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 17, 700])

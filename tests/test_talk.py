@@ -70,7 +70,7 @@ def test_a_conversation_is_saved_and_goes_on_elsewhere(talk, pair, tmp_path):
 def test_what_is_wrong_is_one_line_and_the_talk_goes_on(talk, pair):
     code, out, err = talk("/retry", "/save", "/load no-such-file", "/shout", "/edit x", "/help", "hello")
     assert code == 0 and out == printed(cold(pair, "hello")) and err.count("mlx_spec: error: ") == 5
-    for words in ("no turn to retry", "a file's name", "no-such-file is no saved", "no such command: /shout", "0 user turns", "/quit"):
+    for words in ("no turn to retry", "a file's name", "no-such-file can't be read", "no such command: /shout", "0 user turns", "/quit"):
         assert words in err
 
 

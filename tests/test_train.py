@@ -341,7 +341,6 @@ def test_what_can_not_be_trained_is_one_line(folder, data, tmp_path):
     empty.write_text("")
     for wrong, said in (
         (recipe(folder, empty, tmp_path / "a"), "no text"),
-        (recipe(folder, tmp_path / "missing", tmp_path / "b"), "does not exist"),
         (recipe(folder, data, tmp_path / "c", depths=(9,)), "depths must lie between"),
         (recipe(folder, data, tmp_path / "d", kind="draft", layers=7), "layers must be"),
     ):
