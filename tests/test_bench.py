@@ -313,6 +313,26 @@ def test_a_build_slowed_by_5_percent_is_told_apart_and_the_same_build_is_not():
     assert next(line for line in out.splitlines() if line.startswith("| all ")).rstrip(" |").endswith("slower")
 
 
+def test_a_few_prompts_are_no_proof_of_a_difference():
+    base, slow = made({("chat", 2): 1.4}), made({("chat", 2): 0.7})
+    assert "slower" not in compare.markdown([("base", base), ("slow", slow)]).partition("`slower`")[0]
+
+
+def test_an_interval_is_no_narrower_than_the_machine_was_steady():
+    steady, unsteady = made({("chat", 0): 1.1}), made({("chat", 0): 1.1})
+    for one in unsteady["runs"]:
+        one["probe_ms"] *= 1 + 0.1 * (one["prompt"] == "chat-1")
+    width = lambda found: (lambda gain: gain["high"] - gain["low"])(figures.rows(found)[1].speedup)  # noqa: E731
+    assert width(steady) < 1e-6 and width(unsteady) > 0.1
+
+
+def test_a_prediction_has_what_plain_decoding_here_gains_in_it():
+    found = made({("chat", 0): 1.1, ("chat", 2): 1.3}, predicted=1.2)
+    assert next(r for r in figures.rows(found) if r.arm.k == 2).predicted == pytest.approx(1.2 * 1.1)
+    alone = made({("chat", 2): 1.3}, predicted=1.2)
+    assert next(r for r in figures.rows(alone) if r.arm.k == 2).predicted == pytest.approx(1.2)
+
+
 def test_a_tie_is_told_with_its_gap_and_keeps_its_speed():
     found = made({("chat", 2): 1.2}, identity={"kind": "tie", "at": 7, "gap": 2e-4})
     row = next(r for r in figures.rows(found) if r.arm.k == 2)

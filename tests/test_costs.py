@@ -2,6 +2,7 @@
 
 import json
 
+import mlx.core as mx
 import pytest
 import tiny
 from helpers import pair
@@ -92,3 +93,10 @@ def test_fast_models_are_timed_for_every_number_of_rows_and_very_slow_ones_at_on
     monkeypatch.setattr(costs, "PATIENCE_S", 0.0)
     found = measure(fresh())
     assert found.deep is None and found.at(9000) == found and measure(fresh()) == found
+
+
+def test_a_cost_is_the_best_of_two_stretches_at_least():
+    """One stretch alone may be the one that was disturbed."""
+    calls = []
+    costs.timed(lambda state: calls.append(1) or state, mx.array(0), seconds=0.0)
+    assert len(calls) == 1 + 2 + 4
