@@ -16,7 +16,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from . import sampling
-from .cache import Native, Quantized, Ring, Several, adopt, convert, flat, grow, read_bound, rung
+from .cache import Native, Quantized, Several, adopt, convert, flat, grow, read_bound, rung
+from .window import Ring
 from .drafters.model import ModelDrafter, RecurrentDrafter
 from .drafters.reader import Reader
 from .memory import Memory

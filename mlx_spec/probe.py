@@ -15,7 +15,8 @@ from typing import Any, Callable, Sequence
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from .cache import Chunked, Cursor, Full, Layer, Pass, Quantized, Ring, Several, adopt, changed, flat, rung
+from .cache import Cursor, Full, Layer, Pass, Quantized, Several, adopt, changed, flat, rung
+from .window import Chunked, Ring
 from .errors import first_line
 from .hidden import why_hidden
 from .positions import Counted

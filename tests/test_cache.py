@@ -9,7 +9,8 @@ from helpers import decode, pair, plain
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlx_spec.cache import Cursor, Full, Quantized, Ring, adopt, read_bound, rung
+from mlx_spec.cache import Cursor, Full, Quantized, adopt, read_bound, rung
+from mlx_spec.window import Ring
 from mlx_spec.engine import Decoder
 from mlx_spec.pairs import Pair
 from mlx_spec.prefill import prefill

@@ -11,7 +11,8 @@ from helpers import Counting, Scripted, decode, guided, heads, mlp, pair, plain
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlx_spec
-from mlx_spec.cache import Quantized, Ring
+from mlx_spec.cache import Quantized
+from mlx_spec.window import Ring
 from mlx_spec.errors import PairError
 from mlx_spec.memory import recall
 from mlx_spec.pairs import Pair

@@ -13,7 +13,8 @@ from mlx_lm.models.cache import ChunkedKVCache
 from test_cache import largest_gap
 from test_round import rounds
 
-from mlx_spec.cache import Chunked, Cursor, Pass, Several
+from mlx_spec.cache import Cursor, Pass, Several
+from mlx_spec.window import Chunked
 from mlx_spec.pairs import Pair
 from mlx_spec.positions import Counted
 from mlx_spec.probe import profile
