@@ -17,9 +17,8 @@ from .types import Options
 def controller(pair: Any, options: Options) -> Controller:
     if options.num_draft_tokens != "auto":
         return Fixed(options.num_draft_tokens)
-    # Under block and token a seed's text depends on every k.
-    seeded = options.seed is not None and options.temperature > 0 and options.verify != "match"
-    steady = options.reproducible or seeded
+    # Under block and token a seed's text depends on every k, and the result names the seed that was drawn.
+    steady = options.reproducible or (options.temperature > 0 and options.verify != "match")
     learnt = Learnt(options.task) if steady else pair.learnt.setdefault(options.task, Learnt(options.task))
     return Auto(partial(measure, pair), learnt, clocked=not steady)
 

@@ -53,8 +53,8 @@ class Options:
     num_draft_tokens: tokens drafted a round, 0 (plain decoding) to 64; "auto": as many as pay, by
     what the models' parts cost on this machine, which is measured once.
     task: "prose" or "code", what "auto" expects at first. reproducible: "auto" by the tokens and the
-    stored costs alone, not by clocks nor earlier replies; so too where a seed would not give the
-    same text again otherwise (temperature above 0, another rule than match).
+    stored costs alone, not by clocks nor earlier replies; so too where the result's seed would not
+    give the same text again otherwise (temperature above 0, another rule than match).
     verify: "block", "token" or "match"; at temperature 0 always "match" without noise.
     stop: strings that end the reply; they are not part of it.
     logits_processors: callables (tokens, logits) -> logits as in mlx-lm, see `sampling.pure`.

@@ -173,7 +173,9 @@ def test_auto_is_the_default_and_changes_no_token(run_ahead, priced):
         assert decoder.stats.drafted > 0 or draft is None
 
 
-def test_a_reproducible_request_looks_at_no_clock_and_at_nothing_earlier(priced):
+@pytest.mark.parametrize("options", [dict(reproducible=True), dict(temperature=0.7, seed=3), dict(temperature=0.7), dict(temperature=0.7, verify="token")])
+def test_a_reproducible_request_looks_at_no_clock_and_at_nothing_earlier(options, priced):
+    """A48: nor does one whose result names a seed, drawn or given, that is to give the same text again."""
     p = pair(draft="noisy")
     runs = []
     for tick in (1e-6, 10.0):
@@ -183,9 +185,10 @@ def test_a_reproducible_request_looks_at_no_clock_and_at_nothing_earlier(priced)
             now[0] += tick
             return now[0]
 
-        decoder = engine.Decoder(p, tiny.PROMPT, engine.Options(max_tokens=100, reproducible=True), clock=clock, run_ahead=False)
+        decoder = engine.Decoder(p, tiny.PROMPT, engine.Options(max_tokens=100, **options), clock=clock, run_ahead=False)
         list(decoder.chunks())
         runs.append([entry[0] for entry in decoder.stats._log])
+        options = options | {"seed": decoder.seed}
         p.learnt["prose"] = "spoilt"
     del p.learnt["prose"]
     assert runs[0] == runs[1]
