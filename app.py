@@ -24,7 +24,7 @@ import pandas as pd  # noqa: E402
 from mlx_spec.errors import PairError, SpecError  # noqa: E402
 from mlx_spec.names import catalogue, find  # noqa: E402
 from mlx_spec.page import numbers, text  # noqa: E402
-from mlx_spec.page.stage import Stage, Visitor, best_pair  # noqa: E402
+from mlx_spec.page.stage import READING, Stage, Visitor, best_pair  # noqa: E402
 from mlx_spec.types import VERIFY_RULES  # noqa: E402
 
 LOOK = Path(text.__file__).parent
@@ -38,7 +38,6 @@ COLOURS = {numbers.PLAIN: "#94a3b8", numbers.SPECULATIVE: "#16a34a"}
 GREEN = {"button_primary_background_fill": 700, "button_primary_background_fill_hover": 800, "checkbox_label_background_fill_selected": 700}
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "num_draft_tokens", "verify")
 WHOLE = ("top_k", "max_tokens")
-READING = "reading the prompt"
 CHUNK = 512  # prompt tokens read at a time: a stop is heard between two chunks
 
 
@@ -175,19 +174,20 @@ class Page:
         return partial(self.send, prompt)
 
     def _turn(self, said: str, visitor: Visitor, mode: str, system: str, settings: Sequence[Any]) -> Iterator[dict]:
-        reply, drawn = None, 0.0
+        reply, drawn, waiting = None, 0.0, True
         asked = [*visitor.messages, {"role": "user", "content": said}]
         yield ({self.returned: "", self.place: place_html(READING)} | self.history_update(asked, visitor.formatted)
                | self.reply_update(None, visitor.formatted))
         try:
             for event in self.stage.turn(visitor, said, mode, options_of(settings), text.clean(system or "")):
                 if isinstance(event, str):
+                    waiting = True
                     yield {self.place: place_html(event or READING)} | self.history_update(visitor.said, visitor.formatted)
                     continue
                 update = self.reply_update(event, visitor.formatted)
-                if reply is None:
+                if waiting:
                     update |= self._first_update(event, visitor)
-                reply = event
+                reply, waiting = event, False
                 if reply.done or time.monotonic() - drawn >= PLOT_S:
                     drawn = time.monotonic()
                     update |= self._plots(reply)
@@ -264,6 +264,8 @@ class Page:
         chosen = target.strip() or pair
         if chosen:
             self.stage.load(chosen, draft.strip() or None)
+        else:
+            gr.Warning("Choose a pair by name, or write a target's.")
         return self.banner_html()
 
     @staticmethod

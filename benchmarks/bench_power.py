@@ -2,13 +2,14 @@
 
     python benchmarks/bench_power.py --out FOLDER [--slower 0.05] [bench options, for example: -k 1 --prompts chat,code -n 2]
 
-Runs the bench three times: as it is, again, and slowed; writes base.json, again.json and slow.json and compares them.
-Exit code 0 if, over all prompts, the slow one is told apart and the second run is not.
+Runs the bench three times, each in a process of its own: as it is, again, and slowed; writes base.json, again.json
+and slow.json and compares them. Exit code 0 if, over all prompts, the slow one is told apart and the second run is not.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,19 +36,27 @@ def slowed(share: float) -> Callable[[Any], Any]:
     return read
 
 
+def one(share: float, bench: list[str], path: str) -> int:
+    """A bench in a process of its own, as somebody who compares two builds would run it."""
+    return subprocess.run([sys.executable, __file__, "--out", path, "--child", str(share), *bench]).returncode
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--out", required=True, metavar="FOLDER")
     options.add_argument("--slower", type=float, default=0.05, help="share of a round (%(default)s)")
+    options.add_argument("--child", type=float, help=argparse.SUPPRESS)
     args, bench = options.parse_known_args()
-    folder, original = Path(args.out), Decoder._read
+    if args.child is not None:
+        if args.child:
+            Decoder._read = slowed(args.child)
+        return cli.main(["bench", *bench, "-o", "csv", "--out", args.out])
+    folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [str(folder / f"{name}.json") for name in ("base", "again", "slow")]
     for path in paths:
-        Decoder._read = slowed(args.slower) if path == paths[-1] else original
-        if code := cli.main(["bench", *bench, "-o", "csv", "--out", path]):
+        if code := one(args.slower if path == paths[-1] else 0.0, bench, path):
             return code
-    Decoder._read = original
     cli.main(["bench", "--compare", *paths])
     base, again, slow = map(record.read, paths)
     arms = [arm for arm in dict.fromkeys(map(figures.arm_of, base["runs"])) if arm.engine == OURS]

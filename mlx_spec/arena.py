@@ -150,8 +150,8 @@ class Arena:
         return session
 
     def answer(self, session: Session, text: str, mode: str, options: dict[str, Any], system: str = "") -> Job:
-        """Events: a Reply again and again, the last one done. The turn joins the session when it
-        ends, however it ends. Raises ValueError for a wrong option or an empty turn."""
+        """Events: (prompt tokens read, tokens in all) while there are more to read; a Reply again and again, the last one
+        done. The turn joins the session when it ends, however it ends. Raises ValueError for a wrong option or an empty turn."""
         if not text.strip():
             raise ValueError("the message is empty: write something")
         checked = Options.of(**options)
@@ -167,7 +167,10 @@ class Arena:
         ids, notes = encode(pair.tokenizer, [*start, *said], vocab_size=pair.vocab_size)
         if options.num_draft_tokens == "auto" and SPECULATIVE in MODES[mode] and not pair.target_profile.reason:
             measure(pair)  # once a pair, and on nobody's clock
-        lanes = [self._lane(name, session, ids, options.but(should_cancel=job.cancelled)) for name in MODES[mode]]
+        # The last token stays pending: a short prompt, read at once, tells nothing.
+        heard = options.but(should_cancel=job.cancelled,
+                            on_progress=lambda read, of: 0 < read < of - 1 and job.tell((read, of)))
+        lanes = [self._lane(name, session, ids, heard) for name in MODES[mode]]
         views = {lane.name: View(pair.tokenizer.detokenizer) for lane in lanes}
         thinks = pair.tokenizer.decode(ids[-16:]).rstrip().endswith("<think>")
         reply = Reply(views, options, options.seed, thinks, (*pair.notes, *notes))

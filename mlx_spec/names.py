@@ -92,13 +92,13 @@ def locate(name: str, revision: str | None = None, on_progress: OnProgress | Non
     if not name.strip():
         raise PairError("the model name is empty: give a pair's name, a folder, or a hub name owner/name")
     if name.startswith((".", "/", "~")) or "\\" in name or name.endswith(".gguf") or os.path.exists(name):
-        return _locate_path(Path(name).expanduser())
+        return _locate_path(Path(name).expanduser(), revision)
     if "/" not in name:
         raise PairError(f"{name!r} is no pair, folder or hub name (owner/name); pairs are: {', '.join(_entries())}")
     return cached_repo(name, revision) or download_repo(name, revision, on_progress)
 
 
-def _locate_path(path: Path) -> Path:
+def _locate_path(path: Path, revision: str | None) -> Path:
     is_gguf = path.suffix == ".gguf"
     # os.path.exists, because a path that is too long makes Path.exists raise.
     if not os.path.exists(path):
@@ -107,6 +107,8 @@ def _locate_path(path: Path) -> Path:
         raise PairError(f"{path} is a file, not an MLX model folder: give the folder it is in")
     if path.is_dir() and not (path / "config.json").exists():
         raise PairError(f"{path} has no config.json: not an MLX model folder")
+    if revision is not None:
+        raise PairError(f"revision {revision!r} is one of the hub's, and {path} lies on this machine: leave it out")
     return path
 
 

@@ -143,7 +143,7 @@ def test_k_0_never_asks_the_draft(bench, monkeypatch):
     code, out, _, found = bench("-k", "0", "--baseline", "mlx-lm-plain")
     row = next(r for r in figures.rows(found) if r.arm == Arm(OURS, 0, 0.0))
     assert code == 0 and row.drafted == 0 and row.acceptance_rate is None and row.mode.startswith("plain")
-    assert next(line for line in out.splitlines() if "mlx_spec k=0" in line).count("n/a") == 1  # drafts kept
+    assert next(line for line in out.splitlines() if "mlx_spec k=0" in line).count("n/a") == 2  # predicted, drafts kept
 
 
 @pytest.mark.parametrize("draft", ["draft", None])
@@ -329,6 +329,7 @@ def test_an_interval_is_no_narrower_than_the_machine_was_steady():
 def test_a_prediction_has_what_plain_decoding_here_gains_in_it():
     found = made({("chat", 0): 1.1, ("chat", 2): 1.3}, predicted=1.2)
     assert next(r for r in figures.rows(found) if r.arm.k == 2).predicted == pytest.approx(1.2 * 1.1)
+    assert next(r for r in figures.rows(found) if r.arm.k == 0).predicted is None
     alone = made({("chat", 2): 1.3}, predicted=1.2)
     assert next(r for r in figures.rows(alone) if r.arm.k == 2).predicted == pytest.approx(1.2)
 

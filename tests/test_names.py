@@ -173,6 +173,13 @@ def test_an_unknown_revision_is_named(fake_hub):
     assert "no revision 'v9'" in message("org/tiny", DownloadError, revision="v9")
 
 
+@pytest.mark.parametrize("name", ["tiny", "demo"])
+def test_a_revision_of_what_lies_on_this_machine_is_refused_and_not_ignored(name, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    path = names.find("demo").draft_name if name == "demo" else str(tmp_path)
+    assert "leave it out" in message(path, PairError, revision="v9")
+
+
 def test_a_repository_without_a_config_is_refused_before_the_download(fake_hub, tmp_path):
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "README.txt").write_text("x")

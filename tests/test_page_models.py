@@ -41,6 +41,12 @@ def open_page():
         arena.worker.close()
 
 
+def test_loading_nothing_says_what_to_choose(open_page):
+    page = open_page()
+    with pytest.warns(UserWarning, match="Choose a pair"):
+        assert "tiny is ready" in page.load(None, " ", "")
+
+
 def ask(page, visitor, said="hello", mode="race", system="", settings=SHORT):
     """What a visitor sees in the end: the last value of every widget."""
     seen = {}
@@ -51,6 +57,15 @@ def ask(page, visitor, said="hello", mode="race", system="", settings=SHORT):
 
 def places(page, updates):
     return " ".join(u[page.place] for u in updates if page.place in u)
+
+
+def test_a_long_prompt_tells_how_much_of_it_was_read_and_then_no_more(open_page):
+    page = open_page()
+    settings = [*SHORT[:5], 4, *SHORT[6:]]
+    updates = list(send(page, Visitor(), "z" * (2 * page_app.CHUNK), "race", "", settings))
+    assert places(page, updates).count(f"{page_app.READING}, {page_app.CHUNK} of") == 2  # once a column
+    last = [u[page.place] for u in updates if page.place in u][-1]
+    assert page_app.READING not in last
 
 
 def with_template(template):

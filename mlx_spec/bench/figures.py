@@ -88,7 +88,8 @@ def _row(record: Record, arm: Arm, category: str, least: float) -> Row:
         category, arm, len({r["prompt"] for r in runs}), median([r["tokens"] / r["decode_s"] for r in runs if r["tokens"]]),
         median(whole), *(median([r[n] for r in runs if r[n] is not None]) for n in ("ttft_s", "draft_prompt_s")),
         interval(list(gain.values()), least) if gain else None,
-        median([r["predicted"] * own.get(r["prompt"], 1.0) for r in runs if gain and r["predicted"] is not None]),
+        median([r["predicted"] * own.get(r["prompt"], 1.0) for r in runs
+                if gain and arm.k != 0 and r["predicted"] is not None]),  # of k=0 it would be the measured one itself
         *(sum(r[n] for r in runs) for n in ("drafted", "accepted", "looked_up")),
         [a / b for a, b in zip(kept, drafted) if b], [a / b for a, b in zip(kept, judged) if b],
         tokens / rounds if rounds else None,

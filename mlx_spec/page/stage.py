@@ -17,6 +17,7 @@ from ..errors import DownloadError, PairError, SpecError
 from ..names import catalogue, find, locate
 
 WAIT_S = 0.25  # between two looks at the pair
+READING = "reading the prompt"
 DRAIN_S = 0.02  # without an event: the newest is shown
 
 
@@ -172,6 +173,9 @@ class Stage:
         for event in job.events(timeout=DRAIN_S):
             if visitor.session is not session:
                 return  # cleared
+            if isinstance(event, tuple):
+                yield "{}, {} of {} tokens".format(READING, *event)
+                continue
             if event is not None:
                 newest = event
                 if not event.done:
