@@ -29,7 +29,8 @@ def markdown(records: Sequence[tuple[str, Record]]) -> str:
     return "\n\n".join(["# mlx_spec bench --compare", "\n".join(machines), lines(header, cells),
                         "Speed over mlx-lm's plain decoding of the same machine [95 % interval]; the last columns are ratios "
                         "of that on the same prompts. `slower` or `faster`: the interval leaves out 1, and there are "
-                        f"{ENOUGH} prompts or more."]) + "\n"
+                        f"{ENOUGH} prompts or more. That is said of two runs, and the speed of a process varies: before two "
+                        "builds are called different, run both again."]) + "\n"
 
 
 def _labels(category: str, arm: Arm) -> list[str]:
