@@ -23,6 +23,7 @@ FADE = 0.98  # of the evidence, each time there is new
 
 MARGIN = 1.03  # what another k must gain
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # plain rounds between two probes
+PROBES = 0.01  # of the time, at most, that probes of one kind of draft may lose
 SMOOTH, SHARE, STRAY = 0.1, 0.3, 1.25  # of the clock's corrections
 SURE = (1.0,) * LARGEST
 MISLED = 1.6
@@ -76,12 +77,13 @@ class Fixed(Controller):
 
 class Evidence:
     """How drafts of one kind fared: fading counts of those that were judged and those that stood,
-    by place. idle: plain rounds since the last one; wait: those before the next probe."""
+    by place. idle: plain rounds since the last one; wait: those before the next probe; paid: the round
+    of `Learnt` from which on what earlier probes lost is a small enough part of all."""
 
     def __init__(self, prior: float):
         self.judged = [PRIOR_ROUNDS, *[0.0] * (LARGEST - 1)]
         self.stood = [n * prior for n in self.judged]
-        self.wait, self.idle = FIRST_WAIT, 0
+        self.wait, self.idle, self.paid = FIRST_WAIT, 0, 0.0
 
     def acceptance(self) -> list[float]:
         """Of each place once those before it stood; what is not known of a place is taken from the
@@ -114,6 +116,7 @@ class Learnt:
         self.evidence: dict[tuple[str, int], Evidence] = {}
         self.pace: dict[tuple[str, int], float] = {(DRAFT, 0): 1.0}
         self.renewed = False  # whether the costs were timed a second time
+        self.rounds = 0  # so far
 
     def of(self, source: str, matched: int) -> Evidence:
         length = max((n for n in MATCHES if n <= matched), default=0) if source == LOOKUP else 0
@@ -170,6 +173,7 @@ class Auto(Controller):
         self.learnt.begin()
 
     def choose(self, length: int, limits: Mapping[str, int], matched: int) -> Choice:
+        self.learnt.rounds += 1
         if length - self._depth >= NEAR:
             self._depth, self._here = length, self._costs.at(length)
         kinds = [Choice(0), *(Choice(k) for k in range(1, limits.get(DRAFT, 0) + 1))]
@@ -212,12 +216,16 @@ class Auto(Controller):
         """A short draft of a kind that was not tried for long, if it could ever pay."""
         found = self.learnt.of(choice.source, choice.matched)
         found.idle += 1
-        if found.idle < found.wait or self._rate(choice, SURE) <= held:
+        if found.idle < found.wait or self.learnt.rounds < found.paid or self._rate(choice, SURE) <= held:
             return None
         return choice._replace(k=1 if choice.source == DRAFT else LOOKUP_KS[0], probe=True)
 
     def learn(self, choice: Choice, accepted: int, seconds: float) -> None:
         if choice.k:
-            self.learnt.of(choice.source, choice.matched).see(choice, accepted)
+            found = self.learnt.of(choice.source, choice.matched)
+            found.see(choice, accepted)
+            if choice.probe:
+                lost = self._seconds(choice) / self._seconds(Choice(0)) - (accepted + 1)
+                found.paid = self.learnt.rounds + lost / PROBES
         if self.clocked:
             self.learnt.time(choice.source, choice.k, seconds / self._seconds(choice))

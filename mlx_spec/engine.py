@@ -90,6 +90,7 @@ class Decoder:
         self.finish: FinishReason | None = None
         self.flights: deque[Flight] = deque()
         self.missed = 0  # committed tokens that the draft has not read, at most
+        self.unread = 1  # rows of states that a listener has not read, at most
         self.chosen: Choice | None = None
         self.cleared = 0
         self.processors = (*sampling.penalties(options), *options.logits_processors)
@@ -262,7 +263,16 @@ class Decoder:
         k, looks_up = choice.k, choice.k > 0 and choice.source == LOOKUP
         catch_up = self._catch_up(choice) if self.context.drafts_with_a_model else 1
         length = self.length if self.exact_history else None
-        return Plan(k, catch_up, read_bound(self._longest() + k + 1), length, looks_up)
+        return Plan(k, catch_up, read_bound(self._longest() + k + 1), length, looks_up, self._leave_unread(choice))
+
+    def _leave_unread(self, choice: Choice) -> int:
+        """The room for states that a listener leaves for a later round, as many rows as a round can have; 0: it reads."""
+        drafter, rows, room = self.context.drafter, choice.k + 1, self.k_max + 1
+        if not (self.context.hears and drafter.layers) or _drafts(choice) or self.unread + rows > room:
+            self.unread = rows
+            return 0
+        self.unread += rows
+        return room
 
     def _catch_up(self, choice: Choice) -> int:
         """How many tokens a draft model reads again in a round."""

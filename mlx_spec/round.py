@@ -47,7 +47,8 @@ class Plan(NamedTuple):
 
     catch_up: how many of the newest tokens the drafter reads again before it proposes.
     bound: how far attention reads. length: the exact length, where a processor wants to know it.
-    looks_up: the tokens come from the history, not from the drafter.
+    looks_up: the tokens come from the history, not from the drafter. unread: a round without its drafts leaves a
+    listener's states for later, in room for so many rows; 0: it reads them now.
     """
 
     num_draft_tokens: int
@@ -55,6 +56,7 @@ class Plan(NamedTuple):
     bound: int = 256
     length: int | None = None
     looks_up: bool = False
+    unread: int = 0
 
 
 class Proposal(NamedTuple):
@@ -90,7 +92,7 @@ class Listener(Drafter, Protocol):
     depths: tuple[int, ...]
 
     def keep_up(self, state: State, plan: Plan) -> Any:
-        """Its state after a round that it proposes nothing in."""
+        """What `hear` goes on from after a round that it proposes nothing in."""
 
     def hear(self, drafted: Any, states: Sequence[mx.array], start: Integer[mx.array, "batch"]) -> Any:
         """Its state for the next round: `states` are the target's, a row for the token before

@@ -5,6 +5,7 @@ The drafts are led along the text, because a random head is never right: every a
 
 from functools import lru_cache
 
+import mlx.core as mx
 import pytest
 import tiny
 from helpers import Counting, Scripted, decode, guided, heads, mlp, pair, plain
@@ -13,6 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors
 import mlx_spec
 from mlx_spec.cache import Quantized
 from mlx_spec.window import Ring
+from mlx_spec.engine import Decoder
 from mlx_spec.errors import PairError
 from mlx_spec.memory import recall
 from mlx_spec.pairs import Pair
@@ -54,6 +56,21 @@ def test_k_may_go_through_zero_and_back(kind, ks, run_ahead):
         decoder, ids = led(pair(name, kind), tiny.PROMPT, reference(name), ks=ks, run_ahead=run_ahead)
         assert ids == reference(name)
         assert decoder.stats.plain > 0 and decoder.stats.drafted > 0
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("name", ["llama", "llama_sw"])
+def test_states_that_are_read_late_leave_the_caches_of_states_read_at_once(name, run_ahead, monkeypatch):
+    """Where no draft is asked for, a head reads many rows in one pass now and then, and knows as much."""
+    ks, rooms, found, choose = (4, *[0] * 9, (2, "lookup"), 0, 0, 1, 0), [], [], Decoder._leave_unread
+    for leave_unread in (lambda d, choice: rooms.append(choose(d, choice)) or rooms[-1], lambda d, choice: 0):
+        monkeypatch.setattr(Decoder, "_leave_unread", leave_unread)
+        decoder, ids = led(pair(name, "deep heads"), tiny.PROMPT, reference(name), ks=ks, run_ahead=run_ahead)
+        assert ids == reference(name)
+        memory = decoder.leave()
+        found.append([x[..., : memory.draft_length, :] for c in memory.draft[0] for x in (c.keys, c.values)] + memory.draft[1])
+    assert set(rooms) == {0, 5} and 2 * rooms.count(0) < rooms.count(5)
+    assert len(found[0]) > 2 and all(mx.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("length", [1, 2, 6, 7, 8, 14, 15])

@@ -13,7 +13,7 @@ token, where nothing looks and the next write lands.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -128,9 +128,23 @@ class Heads(nn.Module):
         return HeadsDrafter(self, layers, vocab)
 
 
+class Unread(NamedTuple):
+    """A drafter's state that the next round's states are put behind: what was rejected is overwritten. room: rows."""
+
+    caches: list
+    states: list[mx.array]
+    start: Integer[mx.array, "batch"]
+    room: int
+
+    def and_(self, states: Sequence[Float[mx.array, "batch rows dim"]], start: Integer[mx.array, "batch"]) -> tuple:
+        padded = [mx.pad(old, ((0, 0), (0, self.room - old.shape[1]), (0, 0))) for old in self.states]
+        return self.caches, [mx.slice_update(old, new, start - self.start, (1,)) for old, new in zip(padded, states)], self.start
+
+
 @dataclass(frozen=True, eq=False)
 class HeadsDrafter:
-    """Its state: caches, the target's states of the last round's rows, and the position of the first of them."""
+    """Its state: caches, the target's states of the rows that it has not read, and the position after the first of
+    them; rows past the newest token mean nothing."""
 
     model: Heads
     layers: tuple[Layer, ...]
@@ -157,9 +171,10 @@ class HeadsDrafter:
         known = None if logprobs[0] is None else mx.stack(logprobs, axis=1)
         return Proposal(mx.stack(tokens, axis=1), known, own.state)
 
-    def keep_up(self, state: State, plan: Plan) -> list:
-        """Reads what the last round wrote, in a round without drafts."""
-        return self._read(state, plan.bound)[0].state
+    def keep_up(self, state: State, plan: Plan) -> list | Unread:
+        """In a round without drafts: what the last rounds wrote is kept for later, a pass over many rows costing
+        little more than one over a single row, until there is no more room for it."""
+        return Unread(*state.drafter, plan.unread) if plan.unread else self._read(state, plan.bound)[0].state
 
     def _read(self, state: State, bound: int) -> tuple[Pass, Float[mx.array, "batch 1 dim"]]:
         """The newest token's state, the caches behind it."""
@@ -172,8 +187,10 @@ class HeadsDrafter:
         own.cursor.offset = state.length[0]
         return own, mx.take_along_axis(out, newest, axis=1)
 
-    def hear(self, caches: list, states: list[mx.array], start: mx.array) -> tuple:
+    def hear(self, caches: list | Unread, states: list[mx.array], start: mx.array) -> tuple:
         """The state of the next round: `start` is the position after the first of the states."""
+        if isinstance(caches, Unread):
+            return caches.and_(states, start)
         return caches, states, start
 
     def leave(self, state: State, kept: int, bound: int) -> tuple[list[Any], list[mx.array] | None]:
