@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from measure import note
 from mlx_lm.models.cache import KVCache, trim_prompt_cache
 from mlx_spec.bench import arms, texts
-from mlx_spec.bench.arms import by_position, compile_after, filled, is_model
+from mlx_spec.bench.arms import by_position, compile_after, is_model
 from mlx_spec.engine import Decoder
 from mlx_spec.memory import Memory
 from mlx_spec.prompts import encode

@@ -1,9 +1,10 @@
 """Does `mlx_spec bench --compare` tell a build from one that is 5 % slower? The slow one sleeps in every round.
 
-    python benchmarks/bench_power.py --out FOLDER [--slower 0.05] [bench options, for example: -k 1 --prompts chat,code -n 2]
+    python benchmarks/bench_power.py --out FOLDER [--runs 4] [--slower 0.05] [bench options, for example: -k 0 --quick]
 
-Runs the bench three times, each in a process of its own: as it is, again, and slowed; writes base.json, again.json
-and slow.json and compares them. Exit code 0 if, over all prompts, the slow one is told apart and the second run is not.
+Runs the bench as it is, again as it is, and slowed, in turns, --runs times each and each time in a process of its own;
+writes base-1.json, again-1.json, slow-1.json, ... and compares them. Exit code 0 if, over all prompts, the slow build is
+told apart and the same one is not.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from typing import Any, Callable
 from mlx_spec import cli
 from mlx_spec.bench import compare, figures, record
 from mlx_spec.bench.arms import OURS
+from mlx_spec.bench.stats import rotated
 from mlx_spec.engine import Decoder
+
+BUILDS = ("base", "again", "slow")
 
 
 def slowed(share: float) -> Callable[[Any], Any]:
@@ -44,6 +48,7 @@ def one(share: float, bench: list[str], path: str) -> int:
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--out", required=True, metavar="FOLDER")
+    options.add_argument("--runs", type=int, default=4, help="of each (%(default)s)")
     options.add_argument("--slower", type=float, default=0.05, help="share of a round (%(default)s)")
     options.add_argument("--child", type=float, help=argparse.SUPPRESS)
     args, bench = options.parse_known_args()
@@ -53,16 +58,17 @@ def main() -> int:
         return cli.main(["bench", *bench, "-o", "csv", "--out", args.out])
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [str(folder / f"{name}.json") for name in ("base", "again", "slow")]
-    for path in paths:
-        if code := one(args.slower if path == paths[-1] else 0.0, bench, path):
-            return code
-    cli.main(["bench", "--compare", *paths])
-    base, again, slow = map(record.read, paths)
-    arms = [arm for arm in dict.fromkeys(map(figures.arm_of, base["runs"])) if arm.engine == OURS]
+    paths = {name: [str(folder / f"{name}-{i + 1}.json") for i in range(args.runs)] for name in BUILDS}
+    for i in range(args.runs):
+        for name in rotated(BUILDS, i):
+            if code := one(args.slower if name == "slow" else 0.0, bench, paths[name][i]):
+                return code
+    cli.main(["bench", "--compare", *map(",".join, paths.values())])
+    base, again, slow = (compare.Build(name, [record.read(path) for path in found]) for name, found in paths.items())
+    arms = [arm for arm in dict.fromkeys(map(figures.arm_of, base.records[0]["runs"])) if arm.engine == OURS]
     told = [(compare.against(base, again, arm), compare.against(base, slow, arm)) for arm in arms]
     right = all(same["low"] < 1 < same["high"] and worse["high"] < 1 for same, worse in told)
-    print("told apart" if right else "NOT told apart: more prompts (--each 0) or repetitions (-n 3)")
+    print("told apart" if right else "NOT told apart: more --runs")
     return 0 if right else 1
 
 

@@ -33,7 +33,6 @@ BUILD_ROUNDS = 5
 
 
 def one_prompt(models: Models, settings: list[Setting], tokens: int, ids: list[int], turn: int) -> dict[str, Any]:
-    target = models.pairs["none"].target
     plain = plain_theirs(models.pairs["none"], ids, tokens)
     context = ids + plain["ids"][: tokens // 2]
     caches = {id(p.draft): filled(p.draft, context) for p in models.pairs.values() if p.draft is not None}

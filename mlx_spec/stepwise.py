@@ -7,7 +7,7 @@ judged and read before the next: more reads and nothing in flight, but the same 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Callable, Sequence
+from typing import Callable, Sequence
 
 import mlx.core as mx
 

@@ -3,7 +3,9 @@
 import csv
 import io
 import json
+import math
 import random
+import statistics
 import sys
 
 import mlx.core as mx
@@ -15,7 +17,7 @@ import mlx_spec
 from mlx_spec import cli, request, verify
 from mlx_spec.bench import arms, card, compare, figures, plot, record, render, run, texts
 from mlx_spec.bench.arms import OURS, PLAIN, SPECULATIVE, Arm
-from mlx_spec.bench.stats import interval, spread
+from mlx_spec.bench.stats import difference, interval, shared_error, spread
 from mlx_spec.costs import Costs
 from mlx_spec.types import Options
 
@@ -302,20 +304,98 @@ def test_two_runs_of_the_same_build_agree_even_with_two_prompts_a_kind():
     assert interval([1.2]) == {"median": 1.2, "low": None, "high": None}
 
 
+def build(name, speeds, runs=4, between=0.015, seed=0, **changes):
+    """Records of a build whose processes differ; see `in_turns`."""
+    draw = random.Random(seed)
+    found = [made({key: x * (1 + draw.gauss(0, between)) for key, x in speeds.items()}, 0.02, seed + i, **changes) for i in range(runs)]
+    return compare.Build(name, found)
+
+
+def in_turns(*builds):
+    for i, turn in enumerate(zip(*(b.records for b in builds))):
+        for n, one in enumerate(turn):
+            one["made"] = f"2026-01-01T{i:02}:{n:02}:00+00:00"
+    return builds
+
+
+SPEEDS = {(c, 2): 1.4 for c in texts.CATEGORIES[:4]}
+SLOWED = {key: value * 0.95 for key, value in SPEEDS.items()}
+
+
+def verdict(*builds):
+    """The last word of the line over all prompts."""
+    return next(line for line in compare.markdown(builds).splitlines() if line.startswith("| all ")).rstrip(" |").split()[-1]
+
+
 def test_a_build_slowed_by_5_percent_is_told_apart_and_the_same_build_is_not():
-    speeds = {(c, 2): 1.4 for c in texts.CATEGORIES[:4]}
-    slowed = {key: value * 0.95 for key, value in speeds.items()}
-    base, again, slow = (made(s, 0.02, seed, 2) for seed, s in enumerate((speeds, speeds, slowed)))
+    """Processes of one build differ by 1.5 % as a whole, so that each record alone is surer than it should be."""
+    apart, alike = 0, 0
+    for seed in range(0, 400, 20):
+        base, again, slow = in_turns(build("base", SPEEDS, seed=seed), build("again", SPEEDS, seed=seed + 5), build("slow", SLOWED, seed=seed + 10))
+        apart, alike = apart + (verdict(base, slow) == "slower"), alike + (verdict(base, again) not in ("slower", "faster"))
+    assert apart >= 18 and alike >= 18
+
+
+@pytest.mark.parametrize("runs, turns", [(1, True), (2, True), (4, False)])
+def test_a_difference_is_not_called_one_of_too_few_records_or_of_one_build_after_the_other(runs, turns):
+    """Half as fast, but the machine may have been slow meanwhile."""
+    base, slow = (build(name, s, runs) for name, s in (("base", SPEEDS), ("slow", {key: 0.7 for key in SPEEDS})))
+    for i, one in enumerate([*base.records, *slow.records]):
+        one["made"] = f"2026-01-01T{i:02}:00:00+00:00"
+    builds = in_turns(base, slow) if turns else (base, slow)
+    assert verdict(*builds) not in ("slower", "faster") and "in turns" in compare.markdown(builds)
+
+
+def test_on_one_machine_tokens_a_second_are_compared_and_between_two_the_speed_over_plain():
+    """What plain decoding did meanwhile is no build's own; of another machine it is the only measure."""
+    base, other = build("a", SPEEDS, 2, 0.0), build("b", SPEEDS, 2, 0.0)
+    for one in other.records:
+        for r in one["runs"]:
+            r["decode_s"] *= 2
     arm = Arm(OURS, 2, 0.0)
-    same, worse = (compare.against(base, other, arm) for other in (again, slow))
-    assert same["low"] < 1 < same["high"] and worse["high"] < 1
-    out = compare.markdown([("base", base), ("slow", slow)])
-    assert next(line for line in out.splitlines() if line.startswith("| all ")).rstrip(" |").endswith("slower")
+    assert compare.against(base, other, arm)["median"] == pytest.approx(0.5, rel=0.05)
+    for one in other.records:
+        one["card"] = CARD | {"chip": "Apple M5"}
+    assert compare.against(base, other, arm)["median"] == pytest.approx(1.0, rel=0.05)
 
 
-def test_a_few_prompts_are_no_proof_of_a_difference():
-    base, slow = made({("chat", 2): 1.4}), made({("chat", 2): 0.7})
-    assert "slower" not in compare.markdown([("base", base), ("slow", slow)]).partition("`slower`")[0]
+def test_records_of_one_list_must_be_of_one_command_and_build(tmp_path, capsys):
+    for i, changes in enumerate(({}, {"git": "abc"})):
+        found = made(SPEEDS)
+        found["card"] |= changes
+        (tmp_path / f"{i}.json").write_text(json.dumps(found))
+    paths = [str(tmp_path / f"{i}.json") for i in range(2)]
+    assert cli.main(["bench", "--compare", *paths]) == 0
+    for wrong, said in ((",".join(paths), "not of one build"), (",", "is empty")):
+        assert cli.main(["bench", "--compare", wrong]) != 0
+        assert said in capsys.readouterr().err
+
+
+def test_the_variance_of_processes_is_in_a_difference_and_few_of_them_prove_little():
+    few, many = (difference([1.0, 1.02] * n, [0.95, 0.97] * n) for n in (1, 4))
+    assert few["low"] < 0.9 and few["high"] > 1 and 0.93 < many["low"] < many["median"] < many["high"] < 0.98
+    # Student's t for four degrees of freedom is 2.776
+    a, b = [0.99, 1.0, 1.01], [1.09, 1.1, 1.11]
+    found, error = difference(a, b), (sum(statistics.variance([math.log(x) for x in side]) for side in (a, b)) / 3) ** 0.5
+    assert math.log(found["high"] / found["median"]) == pytest.approx(2.776 * error, rel=0.02)
+
+
+def test_a_spell_of_slowness_widens_the_interval_of_all_that_ran_in_it():
+    """Timings that go up and down together are worth less than as many that do so each for itself."""
+    draw = random.Random(1)
+    alone = [draw.gauss(0, 0.05) for _ in range(400)]
+    carried = [0.0]
+    for x in alone:
+        carried.append(0.8 * carried[-1] + 0.6 * x)
+    assert shared_error(alone, 12, 1) < 0.01 < 0.025 < shared_error(carried[1:], 12, 1) < 0.05
+    assert shared_error(carried[1:], 12, 4) == pytest.approx(shared_error(carried[1:], 12, 1) / 2)
+    means = [statistics.mean(carried[i : i + 12]) for i in range(0, 396, 12)]  # what it claims, seen
+    assert statistics.stdev(means) == pytest.approx(math.hypot(shared_error(carried[1:], 12, 1), 0.05 / 12**0.5), rel=0.4)
+    steady, spelled = made({("chat", 0): 1.1}, repetitions=4), made({("chat", 0): 1.1}, repetitions=4)
+    for one in spelled["runs"]:
+        one["decode_s"] *= 1.1 ** (one["repetition"] > 1)
+    width = lambda found: (lambda gain: gain["high"] - gain["low"])(figures.rows(found)[1].speedup)  # noqa: E731
+    assert width(spelled) > width(steady) + 0.05
 
 
 def test_an_interval_is_no_narrower_than_the_machine_was_steady():
@@ -343,8 +423,9 @@ def test_a_tie_is_told_with_its_gap_and_keeps_its_speed():
 
 def test_a_wrong_build_has_no_place_in_a_comparison():
     base, wrong = made({("chat", 2): 1.2}), made({("chat", 2): 1.8}, identity={"kind": "BUG", "at": 7, "gap": 2.0})
-    assert compare.against(base, wrong, Arm(OURS, 2, 0.0)) is None
-    row = next(line for line in compare.markdown([("a", base), ("b", wrong)]).splitlines() if "k=2" in line)
+    builds = compare.Build("a", [base]), compare.Build("b", [wrong])
+    assert compare.against(*builds, Arm(OURS, 2, 0.0)) is None
+    row = next(line for line in compare.markdown(builds).splitlines() if "k=2" in line)
     assert "BUG" in row and "1.5" not in row
 
 

@@ -6,7 +6,6 @@ Offline, with a home and caches of their own. Commands run in this process where
 import dataclasses
 import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -21,7 +20,6 @@ import mlx_spec
 from mlx_spec import cli, engine, hub, names
 from mlx_spec.commands import arguments, generate
 from mlx_spec.errors import DownloadError
-from mlx_spec.types import Chunk
 
 TEXT = "The quick brown fox"
 

@@ -1,36 +1,80 @@
-"""Several records side by side: machines, or versions of this library on one machine."""
+"""Several builds or machines side by side, each with one record or, better, several of the same command.
+
+One process differs from the next by more than its own prompts can tell, so a difference is called one only where
+there are several records of each, made in turns if they are of one machine.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Sequence
+from typing import NamedTuple, Sequence
+
+import numpy as np
 
 from .arms import Arm
-from .figures import ALL, Row, gains, rows, unrest
+from .figures import ALL, Row, arm_of, gains, restlessness, rows, unrest
 from .record import Record
 from .render import lines, ratio
-from .stats import interval, spread
+from .stats import difference, interval, median, spread
 
 ENOUGH = 5  # prompts, before a difference is called one
+RECORDS = 3  # of each build, before that
 
 
-def markdown(records: Sequence[tuple[str, Record]]) -> str:
-    """Speed-ups over plain, and what each record's are over the first one's: prompt by prompt, so that what differs
-    between prompts, or between two days of one machine, is out of it."""
-    tables = {name: {(row.category, row.arm): row for row in rows(record)} for name, record in records}
-    (first, base), *others = records
+class Build(NamedTuple):
+    """Records of the same command on one build and machine."""
+
+    name: str
+    records: Sequence[Record]
+
+    @property
+    def pooled(self) -> Record:
+        """As one record, each process one repetition more."""
+        runs = [run | {"repetition": 1000 * i + run["repetition"]} for i, r in enumerate(self.records) for run in r["runs"]]
+        return self.records[0] | {"runs": runs}
+
+    def check(self) -> None:
+        """Raises ValueError where the records are not of one command, build and machine."""
+        for what, of in (("machine", lambda r: Build("", [r]).machine), ("pair", lambda r: (r["target"], r["draft"])),
+                         ("build", lambda r: (r["card"]["mlx_spec"], r["card"]["git"], r["card"]["mlx"], r["card"]["mlx_lm"])),
+                         ("set of arms", lambda r: {arm_of(run) for run in r["runs"]})):
+            if any(of(r) != of(self.records[0]) for r in self.records):
+                raise ValueError(f"the records of {self.name} are not of one {what}: put them side by side, not in one list")
+
+    @property
+    def machine(self) -> tuple:
+        return tuple(self.records[0]["card"][name] for name in ("chip", "gpu_cores", "memory_bytes", "system", "device", "blas"))
+
+
+def markdown(builds: Sequence[Build]) -> str:
+    """Speed-ups over plain, and each build against the first."""
+    tables = {b.name: {(row.category, row.arm): row for row in rows(b.pooled)} for b in builds}
+    base, *others = builds
     keys = [key for key in dict.fromkeys(k for t in tables.values() for k in t) if any(
         key in t and t[key].speedup for t in tables.values())]
     cells = [[*_labels(*key), *(_gain(t.get(key)) for t in tables.values()),
-              *(_against(base, other, *key) for _, other in others)] for key in keys]
-    header = ["text", "arm", "T", *tables, *(f"{name} / {first}" for name, _ in others)]
-    machines = [f"{name}: {r['card']['chip'] or 'unknown chip'}, {r['card']['system']}, mlx_spec {r['card']['mlx_spec']}"
-                f"{' ' + r['card']['git'] if r['card']['git'] else ''}, {r['target']['name']}" for name, r in records]
-    return "\n\n".join(["# mlx_spec bench --compare", "\n".join(machines), lines(header, cells),
-                        "Speed over mlx-lm's plain decoding of the same machine [95 % interval]; the last columns are ratios "
-                        "of that on the same prompts. `slower` or `faster`: the interval leaves out 1, and there are "
-                        f"{ENOUGH} prompts or more. That is said of two runs, and the speed of a process varies: before two "
-                        "builds are called different, run both again."]) + "\n"
+              *(_against(base, other, *key) for other in others)] for key in keys]
+    header = ["text", "arm", "T", *tables, *(f"{b.name} / {base.name}" for b in others)]
+    return "\n\n".join(["# mlx_spec bench --compare", "\n".join(map(_facts, builds)), lines(header, cells),
+                        "Speed over mlx-lm's plain decoding of the same machine [95 % interval]. " + _caption(base, others)]) + "\n"
+
+
+def _facts(build: Build) -> str:
+    r, many = build.records[0], f", {len(build.records)} records" * (len(build.records) > 1)
+    return (f"{build.name}: {r['card']['chip'] or 'unknown chip'}, {r['card']['system']}, mlx_spec {r['card']['mlx_spec']}"
+            f"{' ' + r['card']['git'] if r['card']['git'] else ''}, {r['target']['name']}{many}")
+
+
+def _caption(base: Build, others: Sequence[Build]) -> str:
+    said = ["The last columns are ratios of " + (
+        "tokens/s, between the records of one machine" if all(_one_machine(base, b) for b in others) else
+        "that where machines differ, of tokens/s between records of one machine") + ", on the same prompts."] if others else []
+    if any(_called(base, b) for b in others):
+        said.append(f"`slower` or `faster`: the interval leaves out 1, with {ENOUGH} prompts or more.")
+    if not all(_called(base, b) for b in others):
+        said.append(f"The speed of a process varies, so nothing is called slower or faster without {RECORDS} records of each build, "
+                    "comma-separated (a1.json,a2.json,a3.json b1.json,...), made in turns where they are of one machine.")
+    return " ".join(said)
 
 
 def _labels(category: str, arm: Arm) -> list[str]:
@@ -41,22 +85,57 @@ def _gain(row: Row | None) -> str:
     return "n/a" if row is None else "BUG" if row.bugs else ratio(row.speedup)
 
 
-def against(base: Record, other: Record, arm: Arm, category: str = ALL) -> dict | None:
-    """The other's speed-up over the base's, paired by prompt; None where there is none."""
-    shared = _shared(base, other, arm, category)
-    within = spread([_shared(base, other, arm, c) for c in dict.fromkeys(r["category"] for r in base["runs"])])
-    return interval(shared, max(within, math.hypot(unrest(base), unrest(other)))) if shared else None
+def against(base: Build, other: Build, arm: Arm, category: str = ALL) -> dict | None:
+    """The other's speed over the base's on the prompts of both; None where there is none. From two records of each on,
+    a record is one value, and its interval has in it how processes differ; below, the prompts are the values."""
+    one = _one_machine(base, other)
+    sides = [[_speeds(r, arm, category) if one else gains(r, arm, category) for r in b.records] for b in (base, other)]
+    if any(_is_void(r, arm, category) for b in (base, other) for r in b.records):
+        return None
+    shared = sorted(set.intersection(*(set(found) for side in sides for found in side)))
+    if not shared:
+        return None
+    if min(map(len, sides)) > 1:
+        return difference(*([math.exp(np.mean([math.log(found[p]) for p in shared])) for found in side] for side in sides))
+    first, second = ({p: median([found[p] for found in side]) for p in shared} for side in sides)
+    kinds = {run["prompt"]: run["category"] for run in base.records[0]["runs"]}
+    ratios = {p: second[p] / first[p] for p in shared}
+    within = spread([[x for p, x in ratios.items() if kinds[p] == c] for c in dict.fromkeys(kinds.values())])
+    pooled = base.pooled, other.pooled
+    return interval(list(ratios.values()), max(within, math.hypot(*map(unrest, pooled))),
+                    math.hypot(*(restlessness(r, category) for r in pooled)))
 
 
-def _shared(base: Record, other: Record, arm: Arm, category: str) -> list[float]:
-    ours, theirs = gains(base, arm, category), gains(other, arm, category)
-    return [theirs[p] / ours[p] for p in ours if p in theirs]
+def _speeds(record: Record, arm: Arm, category: str) -> dict[str, float]:
+    """Tokens a second by prompt."""
+    found: dict[str, list[float]] = {}
+    for r in record["runs"]:
+        if arm_of(r) == arm and r["tokens"] and category in (ALL, r["category"]):
+            found.setdefault(r["prompt"], []).append(r["tokens"] / r["decode_s"])
+    return {prompt: median(speeds) for prompt, speeds in found.items()}
 
 
-def _against(base: Record, other: Record, category: str, arm: Arm) -> str:
+def _is_void(record: Record, arm: Arm, category: str) -> bool:
+    """Whether a reply was wrong: then there is no speed."""
+    return any(arm_of(r) == arm and category in (ALL, r["category"]) and (r["identity"] or {}).get("kind") == "BUG"
+               for r in record["runs"])
+
+
+def _one_machine(base: Build, other: Build) -> bool:
+    return base.machine == other.machine
+
+
+def _called(base: Build, other: Build) -> bool:
+    """Whether a difference between them may be called one."""
+    many = min(len(base.records), len(other.records)) >= RECORDS
+    first, second = ([r["made"] for r in b.records] for b in (base, other))
+    in_turns = max(first) > min(second) and max(second) > min(first)
+    return many and (in_turns or not _one_machine(base, other))
+
+
+def _against(base: Build, other: Build, category: str, arm: Arm) -> str:
     found = against(base, other, arm, category)
-    if found is None or found["low"] is None:
-        return ratio(found)
-    if len(_shared(base, other, arm, category)) < ENOUGH:
+    prompts = {r["prompt"] for r in base.records[0]["runs"] if category in (ALL, r["category"])}
+    if found is None or found["low"] is None or not _called(base, other) or len(prompts) < ENOUGH:
         return ratio(found)
     return ratio(found) + (" slower" if found["high"] < 1 else " faster" if found["low"] > 1 else "")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Any, Iterable, NamedTuple, Sequence
+from typing import Iterable, NamedTuple, Sequence
+
+import numpy as np
 
 from .arms import OURS, PLAIN, Arm
 from .record import Record, Run
-from .stats import MOVED, interval, median, spread
+from .stats import MOVED, interval, median, shared_error, spread
 
 ALL = "all"
 
@@ -69,6 +71,20 @@ def unrest(record: Record) -> float:
     return 2**0.5 * spread([list(read.values())])
 
 
+def restlessness(record: Record, category: str = ALL) -> float:
+    """What all of a category's ratios are off by together, from plain decoding: its speed should follow from the length of
+    the context, and what it varies beyond that, prompt after prompt, is the machine's."""
+    plain = [r for r in record["runs"] if r["engine"] == PLAIN and r["tokens"] and r["decode_s"]]
+    plain = [r for r in plain if r["temperature"] == plain[0]["temperature"]]
+    length = np.array([r["prompt_tokens"] + r["tokens"] / 2 for r in plain])
+    speed = np.log([r["tokens"] / r["decode_s"] for r in plain])
+    if len(plain) > 3 and np.ptp(length):
+        speed = speed - np.polyval(np.polyfit(length, speed, 1), length)
+    mine = [r for r in plain if category in (ALL, r["category"])]
+    stretches = len({r["repetition"] for r in mine})
+    return shared_error(speed, len(mine) // stretches, stretches) if mine else 0.0
+
+
 def rows(record: Record) -> list[Row]:
     categories = list(dict.fromkeys(r["category"] for r in record["runs"]))
     arms, floor = list(dict.fromkeys(map(arm_of, record["runs"]))), unrest(record)
@@ -87,7 +103,7 @@ def _row(record: Record, arm: Arm, category: str, least: float) -> Row:
     return Row(
         category, arm, len({r["prompt"] for r in runs}), median([r["tokens"] / r["decode_s"] for r in runs if r["tokens"]]),
         median(whole), *(median([r[n] for r in runs if r[n] is not None]) for n in ("ttft_s", "draft_prompt_s")),
-        interval(list(gain.values()), least) if gain else None,
+        interval(list(gain.values()), least, restlessness(record, category)) if gain else None,
         median([r["predicted"] * own.get(r["prompt"], 1.0) for r in runs
                 if gain and arm.k != 0 and r["predicted"] is not None]),  # of k=0 it would be the measured one itself
         *(sum(r[n] for r in runs) for n in ("drafted", "accepted", "looked_up")),

@@ -23,8 +23,8 @@ def markdown(record: Record) -> str:
     for t in dict.fromkeys(row.arm.temperature for row in table):
         mine = [row for row in table if row.arm.temperature == t]
         parts += [f"## Temperature {t:g}", lines(HEADER, [_cells(row) for row in mine]), _acceptance(mine)]
-    parts.append(f"Medians over the prompts [95 % bootstrap interval]; speed / plain is decoding alone, over mlx-lm's plain "
-                 f"decoding of the same prompt beside it, and below 1 a loss. Output: compared with plain decoding.")
+    parts.append("Medians over the prompts [95 % bootstrap interval]; speed / plain is decoding alone, over mlx-lm's plain "
+                 "decoding of the same prompt beside it, and below 1 a loss. Output: compared with plain decoding.")
     close = [abs(row.predicted / row.speedup["median"] - 1) <= 0.1 for row in table
              if row.predicted and row.speedup and row.arm.engine == OURS and row.arm.k != 0 and row.category != ALL]
     parts += [f"The speed-up was within 10 % of the predicted one in {sum(close)} of {len(close)} cells."] * bool(close)

@@ -37,7 +37,8 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="a short run without the kind `long`")
     add("--delay", type=float, metavar="SECONDS", default=0.0, help="to cool down before every prompt")
     add = parser.add_argument_group("output").add_argument
-    add("--compare", nargs="+", metavar="FILE", help="run nothing: put JSON records side by side")
+    add("--compare", nargs="+", metavar="FILE", help="run nothing: put JSON records side by side; several of one build, "
+        "from runs in turns, as A1.json,A2.json,A3.json")
     add("-o", dest="format", choices=FORMATS, default="md", help="on stdout")
     add("--out", metavar="FILE", help="write it to a file too, .md, .json, .jsonl or .csv; only JSON holds everything")
     add("--plot", metavar="FILE.png", help="speed-up by kind of text, acceptance by position, v(m)")
@@ -109,15 +110,20 @@ def _rendered(record: Any, form: str) -> str:
 def _compare(args: argparse.Namespace) -> int:
     from ..bench import compare, plot, record
 
-    named = [(Path(path).stem, record.read(path)) for path in args.compare]
-    if len({name for name, _ in named}) < len(named):
-        named = [(f"{i + 1}: {name}", found) for i, (name, found) in enumerate(named)]
-    table = compare.markdown(named)
+    groups = [(paths := _list(group), [record.read(path) for path in paths]) for group in args.compare]
+    if not all(paths for paths, _ in groups):
+        raise ValueError("--compare takes records, and several of one build as A1.json,A2.json; one of these is empty")
+    builds = [compare.Build(Path(paths[0]).stem, found) for paths, found in groups]
+    for build in builds:
+        build.check()
+    if len({build.name for build in builds}) < len(builds):
+        builds = [build._replace(name=f"{i + 1}: {build.name}") for i, build in enumerate(builds)]
+    table = compare.markdown(builds)
     print(table, end="", flush=True)
     if args.out:
         Path(args.out).write_text(table, encoding="utf-8")
     if args.plot:
-        plot.plot(named, args.plot)
+        plot.plot([(build.name, build.pooled) for build in builds], args.plot)
     return 0
 
 
