@@ -47,13 +47,14 @@ class Arm(NamedTuple):
         return f"{self.pair} k={self.k}"
 
 
-def load() -> dict[str, Any]:
-    pairs = {DEMO: mlx_spec.load("demo"), USELESS: mlx_spec.load("demo")}
-    target, tokenizer = pairs[DEMO].target, pairs[DEMO].tokenizer
-    randomise(pairs[USELESS].draft)
-    pairs[USELESS] = mlx_spec.Pair(target, pairs[USELESS].draft, tokenizer)
-    pairs |= {SLOW: mlx_spec.Pair(target, noisy_copy(target), tokenizer), NONE: mlx_spec.Pair(target, None, tokenizer)}
-    return {name: endless(pair) for name, pair in pairs.items()}
+def load(names: Sequence[str]) -> dict[str, Any]:
+    """The pairs asked for, of one target; the one without a draft, whose plain decoding the others are held against, always."""
+    demo, useless = mlx_spec.load("demo"), mlx_spec.load("demo").draft
+    target, tokenizer = demo.target, demo.tokenizer
+    randomise(useless)
+    made = {DEMO: lambda: demo, USELESS: lambda: mlx_spec.Pair(target, useless, tokenizer),
+            SLOW: lambda: mlx_spec.Pair(target, noisy_copy(target), tokenizer), NONE: lambda: mlx_spec.Pair(target, None, tokenizer)}
+    return {name: endless(pair()) for name, pair in made.items() if name in (*names, NONE)}
 
 
 def randomise(draft: Any) -> None:
@@ -65,9 +66,9 @@ def randomise(draft: Any) -> None:
 
 
 def arms_of(pairs: Mapping[str, Any], ks: Sequence[int]) -> list[Arm]:
-    most = getattr(pairs[DEMO].draft, "largest", LARGEST)
-    fixed = [Arm(DEMO, k) for k in sorted({*ks, PREDICTED_K}) if 0 < k <= most]
-    return [Arm(NONE, 0), *fixed, Arm(SLOW, PREDICTED_K), *(Arm(name, AUTO) for name in pairs)]
+    fixed = [Arm(DEMO, k) for k in sorted({*ks, PREDICTED_K}) if DEMO in pairs and 0 < k <= getattr(pairs[DEMO].draft, "largest", LARGEST)]
+    slow = [Arm(SLOW, PREDICTED_K)] * (SLOW in pairs)
+    return [Arm(NONE, 0), *fixed, *slow, *(Arm(name, AUTO) for name in pairs)]
 
 
 def reply(pair: Any, ids: Sequence[int], k: int | str, tokens: int) -> dict[str, Any]:
@@ -113,10 +114,10 @@ def against_fixed(kinds: Mapping[str, list[dict]], arms: Sequence[Arm]) -> str:
     return lines(["kind of text", "best fixed k", "auto / best fixed", "auto / plain", "target"], cells)
 
 
-def against_plain(kinds: Mapping[str, list[dict]]) -> str:
+def against_plain(kinds: Mapping[str, list[dict]], names: Sequence[str]) -> str:
     """2: against plain decoding after the first tokens, the worst kind of text."""
     cells = []
-    for name in (DEMO, USELESS, SLOW):
+    for name in names:
         found = {kind: ratio(records, Arm(name, AUTO), Arm(NONE, 0), "later_tps") for kind, records in kinds.items()}
         worst = min(found, key=lambda kind: found[kind]["median"])
         cells.append([name, worst, show(found[worst]), reached(found[worst]["median"] >= 0.98, ">= 0.98")])
@@ -138,7 +139,7 @@ def lookup_alone(kinds: Mapping[str, list[dict]]) -> str:
 def predictions(kinds: Mapping[str, list[dict]], pairs: Mapping[str, Any], tokens: int) -> str:
     """6: what costs and acceptance promise for a fixed k, and what came."""
     cells, near = [], 0
-    for name in (DEMO, SLOW):
+    for name in (name for name in (DEMO, SLOW) if name in pairs):
         for kind, records in kinds.items():
             arm, runs = Arm(name, PREDICTED_K), [r["runs"][str(Arm(name, PREDICTED_K))] for r in records]
             judged, kept = ([sum(sum(run[what][i : i + 1]) for run in runs) for i in range(PREDICTED_K)] for what in ("judged", "kept"))
@@ -158,11 +159,13 @@ def report(records: list[dict], arms: Sequence[Arm], pairs: Mapping[str, Any], t
         kinds[r["kind"]].append(r)
     verdicts = [v for r in records for v in r["verdicts"].values()]
     differing = [v for v in verdicts if v != "identical"]
-    parts = {
-        "Auto and the best fixed k": against_fixed(kinds, arms), "Auto and plain decoding": against_plain(kinds),
-        "Prompt lookup alone": lookup_alone(kinds), f"Predicted and measured, k = {PREDICTED_K}": predictions(kinds, pairs, tokens),
-        "Identity": f"{len(verdicts) - len(differing)} of {len(verdicts)} replies are plain decoding's; else {sorted(set(differing)) or 'none'}",
-    }
+    drafted = [name for name in pairs if name != NONE]
+    parts = {"Auto and the best fixed k": against_fixed(kinds, arms)} if DEMO in pairs else {}
+    parts |= {"Auto and plain decoding": against_plain(kinds, drafted)} if drafted else {}
+    parts |= {"Prompt lookup alone": lookup_alone(kinds)}
+    parts |= {f"Predicted and measured, k = {PREDICTED_K}": predictions(kinds, pairs, tokens)} if {DEMO, SLOW} & set(pairs) else {}
+    parts |= {"Identity": f"{len(verdicts) - len(differing)} of {len(verdicts)} replies are plain decoding's; "
+                          f"else {sorted(set(differing)) or 'none'}"}
     return "\n\n".join(f"## {title}\n\n{text}" for title, text in parts.items())
 
 
@@ -170,6 +173,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options.add_argument("--kinds", nargs="+", choices=texts.CATEGORIES, default=[k for k in texts.CATEGORIES if k != "long"])
+    options.add_argument("--pairs", nargs="+", choices=(DEMO, USELESS, SLOW, NONE), default=[DEMO, USELESS, SLOW, NONE])
     options.add_argument("--each", type=int, default=4, help="prompts of a kind (%(default)s)")
     options.add_argument("--tokens", type=int, default=128, help="of each reply (%(default)s)")
     options.add_argument("--k", type=int, nargs="+", default=[1, 2, 3, 4, 6, 8])
@@ -180,7 +184,7 @@ def main() -> None:
     if args.quick:
         args.kinds, args.each, args.tokens, args.k = ["chat", "edit"], 1, 12, [2]
     os.environ["MLX_SPEC_DTYPE"] = args.dtype
-    card, pairs, probe = machine(args.dtype), load(), Probe()
+    card, pairs, probe = machine(args.dtype), load(args.pairs), Probe()
     report_machine(card)
     for name, pair in pairs.items():
         note(f"costs of {name}")

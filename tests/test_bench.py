@@ -7,14 +7,16 @@ import math
 import random
 import statistics
 import sys
+import time
 
+import helpers
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import tiny
 
 import mlx_spec
-from mlx_spec import cli, request, verify
+from mlx_spec import cli, engine, request, verify
 from mlx_spec.bench import arms, card, compare, figures, plot, record, render, run, texts
 from mlx_spec.bench.arms import OURS, PLAIN, SPECULATIVE, Arm
 from mlx_spec.bench.stats import difference, interval, shared_error, spread
@@ -427,6 +429,13 @@ def test_a_wrong_build_has_no_place_in_a_comparison():
     assert compare.against(*builds, Arm(OURS, 2, 0.0)) is None
     row = next(line for line in compare.markdown(builds).splitlines() if "k=2" in line)
     assert "BUG" in row and "1.5" not in row
+
+
+def test_the_hosts_time_of_a_round_is_its_work_and_not_its_waiting(monkeypatch):
+    """A submission may wait for the device; here it sleeps."""
+    submit = engine.Decoder._submit
+    monkeypatch.setattr(engine.Decoder, "_submit", lambda decoder: (time.sleep(0.2), submit(decoder)))
+    assert 0 < arms.count_rounds(helpers.pair(), [1, 2, 3], 2, rounds=3)["host_ms"] < 200
 
 
 # --- the record

@@ -146,3 +146,24 @@ def test_a_slowed_build_sleeps_for_its_share_of_each_round(monkeypatch):
     monkeypatch.setattr(Decoder, "_read", bench_power.slowed(0.05))
     run = bench.ours(pair(), [1, 2, 3], bench.Setting("noisy", 3, 0.0), 20, 0)
     assert slept == [0.5] * (run["rounds"] - 1)
+
+
+@pytest.mark.parametrize("slower, code", [(0.05, 0), (0.0, 1)])
+def test_three_builds_take_turns_in_processes_of_their_own_and_only_one_is_slowed(slower, code, monkeypatch, tmp_path, capsys):
+    import bench_power
+    from test_bench import SPEEDS, made
+
+    called = []
+
+    def run(command):
+        called.append((share := float(command[command.index("--child") + 1]), path := Path(command[command.index("--out") + 1])))
+        found = made({key: x * (1 - share) for key, x in SPEEDS.items()}, 0.01, len(called))
+        path.write_text(json.dumps(found | {"made": f"2026-01-01T00:{len(called):02}:00+00:00"}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(bench_power.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["bench_power.py", "--out", str(tmp_path), "--slower", str(slower), "--runs", "4", "-k", "0"])
+    assert bench_power.main() == code
+    assert [path.stem for _, path in called[:6]] == ["base-1", "again-1", "slow-1", "again-2", "slow-2", "base-2"] and len(called) == 12
+    assert {path.stem.split("-")[0] for share, path in called if share == 0.05} == ({"slow"} if slower else set())
+    assert ("slower" in capsys.readouterr().out.partition("`slower`")[0]) == (code == 0)
