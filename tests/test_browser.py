@@ -57,11 +57,13 @@ def tiny_address():
 
 
 @pytest.fixture
-def stub():
+def stub(browser):
     arena = StubArena()
     page, address = serve(Stage(arena))
     yield arena, address
     arena.gate.set()
+    for context in browser.contexts:  # a server waits for tabs that listen
+        context.close()
     page.blocks.close()
     arena.worker.close()
 
