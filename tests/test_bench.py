@@ -389,6 +389,7 @@ def test_a_spell_of_slowness_widens_the_interval_of_all_that_ran_in_it():
     carried = [0.0]
     for x in alone:
         carried.append(0.8 * carried[-1] + 0.6 * x)
+    assert shared_error([0.3] * 9, 3, 1) == shared_error([0.3, 0.4], 3, 1) == 0.0
     assert shared_error(alone, 12, 1) < 0.01 < 0.025 < shared_error(carried[1:], 12, 1) < 0.05
     assert shared_error(carried[1:], 12, 4) == pytest.approx(shared_error(carried[1:], 12, 1) / 2)
     means = [statistics.mean(carried[i : i + 12]) for i in range(0, 396, 12)]  # what it claims, seen

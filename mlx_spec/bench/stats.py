@@ -33,7 +33,7 @@ def spread(groups: Iterable[Sequence[float]]) -> float:
 def shared_error(noise: Sequence[float], together: int, stretches: int) -> float:
     """What the mean of so many stretches of neighbouring timings is off by beyond what independent ones would be, if
     their logarithms vary as `noise` does, in order of time: a spell of slowness takes neighbours in (an AR(1) process)."""
-    if len(noise) < 4 or not any(noise):
+    if len(noise) < 4 or not np.ptp(noise):
         return 0.0
     off = np.asarray(noise) - np.mean(noise)
     carried = float(np.clip((off[1:] * off[:-1]).sum() / (off**2).sum(), 0, 0.95))
