@@ -227,7 +227,7 @@ def test_what_is_not_known_is_a_dash_and_the_row_can_be_copied():
     assert numbers.NOTHING in numbers.head_html("plain", None, 4)
     empty = reply(words=(), tps=(1.0, 1.0))
     assert "0" in numbers.head_html("speculative", empty.lanes["speculative"], 4)
-    assert "k auto, 4.0<" in numbers.head_html("speculative", view("speculative", "ab", rounds=1), "auto")
+    assert "k auto, 4.0 on average<" in numbers.head_html("speculative", view("speculative", "ab", rounds=1), "auto")
     found = numbers.record(reply(seed=7, num_draft_tokens=4), "a|b")
     assert found["seed"] == 7 and found["verdict"] == "1.62x faster · identical" and found["k"] == 4
     lines = numbers.row_markdown(found).splitlines()

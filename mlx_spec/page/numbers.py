@@ -30,7 +30,7 @@ def head_html(name: str, view: Any, k: int | str) -> str:
     stats = view.stats if view is not None else Stats()
     facts = [("first token", shown(stats.ttft_s, "{:.2f} s")), ("tokens", stats.generation_tokens)]
     if name == SPECULATIVE:
-        used = f"auto, {stats.drafted / stats.rounds:.1f}" if k == "auto" and stats.rounds else k
+        used = f"auto, {stats.drafted / stats.rounds:.1f} on average" if k == "auto" and stats.rounds else k
         facts += [("accepted", shown(stats.acceptance_rate, "{:.0%}")),
                   ("tokens a round", shown(stats.tokens_per_round, "{:.2f}")), ("", f"k {used}")]
     memory = stats.peak_memory_bytes
