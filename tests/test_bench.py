@@ -348,7 +348,7 @@ def test_a_difference_is_not_called_one_of_too_few_records_or_of_one_build_after
     assert verdict(*builds) not in ("slower", "faster") and "in turns" in compare.markdown(builds)
 
 
-def test_on_one_machine_tokens_a_second_are_compared_and_between_two_the_speed_over_plain():
+def test_tokens_a_second_are_compared_on_one_machine_and_target_and_else_the_speed_over_plain():
     """What plain decoding did meanwhile is no build's own; of another machine it is the only measure."""
     base, other = build("a", SPEEDS, 2, 0.0), build("b", SPEEDS, 2, 0.0)
     for one in other.records:
@@ -356,9 +356,10 @@ def test_on_one_machine_tokens_a_second_are_compared_and_between_two_the_speed_o
             r["decode_s"] *= 2
     arm = Arm(OURS, 2, 0.0)
     assert compare.against(base, other, arm)["median"] == pytest.approx(0.5, rel=0.05)
-    for one in other.records:
-        one["card"] = CARD | {"chip": "Apple M5"}
-    assert compare.against(base, other, arm)["median"] == pytest.approx(1.0, rel=0.05)
+    for changes in ({"card": CARD | {"chip": "Apple M5"}}, {"card": dict(CARD), "target": other.records[0]["target"] | {"bits": 8}}):
+        for one in other.records:
+            one |= changes
+        assert compare.against(base, other, arm)["median"] == pytest.approx(1.0, rel=0.05)
 
 
 def test_records_of_one_list_must_be_of_one_command_and_build(tmp_path, capsys):

@@ -56,7 +56,7 @@ def markdown(builds: Sequence[Build]) -> str:
               *(_against(base, other, *key) for other in others)] for key in keys]
     header = ["text", "arm", "T", *tables, *(f"{b.name} / {base.name}" for b in others)]
     return "\n\n".join(["# mlx_spec bench --compare", "\n".join(map(_facts, builds)), lines(header, cells),
-                        "Speed over mlx-lm's plain decoding of the same machine [95 % interval]. " + _caption(base, others)]) + "\n"
+                        _caption(base, others)]) + "\n"
 
 
 def _facts(build: Build) -> str:
@@ -66,9 +66,11 @@ def _facts(build: Build) -> str:
 
 
 def _caption(base: Build, others: Sequence[Build]) -> str:
-    said = ["The last columns are ratios of " + (
-        "tokens/s, between the records of one machine" if all(_one_machine(base, b) for b in others) else
-        "that where machines differ, of tokens/s between records of one machine") + ", on the same prompts."] if others else []
+    said = ["Speed over mlx-lm's plain decoding of the same machine [95 % interval]."]
+    if any(_one_machine(base, b) for b in others):
+        said.append("The last columns: tokens/s of records of one machine and target against each other, on the same prompts.")
+    if not all(_one_machine(base, b) for b in others):
+        said.append("The last columns, where machine or target differ: that speed over plain against each other, on the same prompts.")
     if any(_called(base, b) for b in others):
         said.append(f"`slower` or `faster`: the interval leaves out 1, with {ENOUGH} prompts or more.")
     if not all(_called(base, b) for b in others):
@@ -122,7 +124,8 @@ def _is_void(record: Record, arm: Arm, category: str) -> bool:
 
 
 def _one_machine(base: Build, other: Build) -> bool:
-    return base.machine == other.machine
+    """And one target, so that tokens a second can be compared outright."""
+    return base.machine == other.machine and base.records[0]["target"] == other.records[0]["target"]
 
 
 def _called(base: Build, other: Build) -> bool:
