@@ -383,7 +383,7 @@ def test_the_variance_of_processes_is_in_a_difference_and_few_of_them_prove_litt
     assert math.log(found["high"] / found["median"]) == pytest.approx(2.776 * error, rel=0.02)
 
 
-def test_a_spell_of_slowness_widens_the_interval_of_all_that_ran_in_it():
+def test_a_spell_of_slowness_widens_the_interval_of_all_that_ran_in_it(monkeypatch):
     """Timings that go up and down together are worth less than as many that do so each for itself."""
     draw = random.Random(1)
     alone = [draw.gauss(0, 0.05) for _ in range(400)]
@@ -395,6 +395,7 @@ def test_a_spell_of_slowness_widens_the_interval_of_all_that_ran_in_it():
     assert shared_error(carried[1:], 12, 4) == pytest.approx(shared_error(carried[1:], 12, 1) / 2)
     means = [statistics.mean(carried[i : i + 12]) for i in range(0, 396, 12)]  # what it claims, seen
     assert statistics.stdev(means) == pytest.approx(math.hypot(shared_error(carried[1:], 12, 1), 0.05 / 12**0.5), rel=0.4)
+    monkeypatch.setattr(figures, "PROCESS", 0.0)
     steady, spelled = made({("chat", 0): 1.1}, repetitions=4), made({("chat", 0): 1.1}, repetitions=4)
     for one in spelled["runs"]:
         one["decode_s"] *= 1.1 ** (one["repetition"] > 1)
@@ -402,7 +403,14 @@ def test_a_spell_of_slowness_widens_the_interval_of_all_that_ran_in_it():
     assert width(spelled) > width(steady) + 0.05
 
 
-def test_an_interval_is_no_narrower_than_the_machine_was_steady():
+def test_what_a_process_cannot_see_of_itself_is_in_its_intervals_and_less_of_several():
+    one, four = (compare.Build("a", [made({("chat", 0): 1.1}) for _ in range(n)]).pooled for n in (1, 4))
+    widths = [math.log(gain["high"] / gain["low"]) for gain in (figures.rows(r)[1].speedup for r in (one, four))]
+    assert widths == pytest.approx([2 * 1.96 * figures.PROCESS, 1.96 * figures.PROCESS], rel=0.05)
+
+
+def test_an_interval_is_no_narrower_than_the_machine_was_steady(monkeypatch):
+    monkeypatch.setattr(figures, "PROCESS", 0.0)
     steady, unsteady = made({("chat", 0): 1.1}), made({("chat", 0): 1.1})
     for one in unsteady["runs"]:
         one["probe_ms"] *= 1 + 0.1 * (one["prompt"] == "chat-1")

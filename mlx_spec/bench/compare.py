@@ -12,7 +12,7 @@ from typing import NamedTuple, Sequence
 import numpy as np
 
 from .arms import Arm
-from .figures import ALL, Row, arm_of, gains, restlessness, rows, unrest
+from .figures import ALL, POOLED, Row, arm_of, gains, restlessness, rows, unrest
 from .record import Record
 from .render import lines, ratio
 from .stats import difference, interval, median, spread
@@ -30,7 +30,7 @@ class Build(NamedTuple):
     @property
     def pooled(self) -> Record:
         """As one record, each process one repetition more."""
-        runs = [run | {"repetition": 1000 * i + run["repetition"]} for i, r in enumerate(self.records) for run in r["runs"]]
+        runs = [run | {"repetition": POOLED * i + run["repetition"]} for i, r in enumerate(self.records) for run in r["runs"]]
         return self.records[0] | {"runs": runs}
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import zip_longest
 from typing import Iterable, NamedTuple, Sequence
 
@@ -12,6 +13,10 @@ from .record import Record, Run
 from .stats import MOVED, interval, median, shared_error, spread
 
 ALL = "all"
+# What a whole process is off by, on logarithms, and can't see itself: beyond their prompts the speed-ups of ten
+# processes of one build varied by so much (benchmarks/bench_power.py, on Linux). Of pooled records, less.
+PROCESS = 0.03
+POOLED = 1000  # repetitions between those of one record and of the next, where several are pooled
 
 
 class Row(NamedTuple):
@@ -72,8 +77,9 @@ def unrest(record: Record) -> float:
 
 
 def restlessness(record: Record, category: str = ALL) -> float:
-    """What all of a category's ratios are off by together, from plain decoding: its speed should follow from the length of
-    the context, and what it varies beyond that, prompt after prompt, is the machine's."""
+    """What all of a category's ratios are off by together: as processes differ, and, from plain decoding, as spells of
+    slowness go. Its speed should follow from the length of the context; what it varies beyond that, prompt after prompt,
+    is the machine's."""
     plain = [r for r in record["runs"] if r["engine"] == PLAIN and r["tokens"] and r["decode_s"]]
     plain = [r for r in plain if r["temperature"] == plain[0]["temperature"]]
     length = np.array([r["prompt_tokens"] + r["tokens"] / 2 for r in plain])
@@ -81,8 +87,8 @@ def restlessness(record: Record, category: str = ALL) -> float:
     if len(plain) > 3 and np.ptp(length):
         speed = speed - np.polyval(np.polyfit(length, speed, 1), length)
     mine = [r for r in plain if category in (ALL, r["category"])]
-    stretches = len({r["repetition"] for r in mine})
-    return shared_error(speed, len(mine) // stretches, stretches) if mine else 0.0
+    stretches, processes = (len({r["repetition"] // of for r in mine}) or 1 for of in (1, POOLED))
+    return math.hypot(PROCESS / processes**0.5, shared_error(speed, len(mine) // stretches, stretches))
 
 
 def rows(record: Record) -> list[Row]:
