@@ -10,7 +10,9 @@ import numpy as np
 import tiny
 from mlx_lm.generate import generate_step
 
-from mlx_spec.control import DRAFT, LOOKUP, Choice, Controller
+from mlx_spec import request
+from mlx_spec.control import DRAFT, LOOKUP, Auto, Choice, Controller
+from mlx_spec.costs import Costs
 from mlx_spec.drafters.heads import Heads, HeadsArgs, HeadsDrafter
 from mlx_spec.drafters.mlp import Mlp, MlpArgs, MlpDrafter
 from mlx_spec.engine import Decoder
@@ -119,6 +121,12 @@ def decode(pair, ids, *, controller=None, drafter=None, run_ahead=True, memory=N
     decoder = Decoder(pair, ids, Options(**options), **parts)
     chunks = list(decoder.chunks())
     return decoder, [t.id for c in chunks for t in c.tokens]
+
+
+def drafts_pay(monkeypatch):
+    """`auto` by costs with which every draft pays, and without a clock: what a busy machine times is no matter."""
+    costs = Costs((1.0,) * 9, 0.001)
+    monkeypatch.setattr(request, "Auto", lambda _, learnt, clocked: Auto(lambda again=False: costs, learnt, clocked=False))
 
 
 class Scripted(Controller):

@@ -37,6 +37,7 @@ def serve(stage):
 
 @pytest.fixture(scope="module")
 def tiny_address():
+    from helpers import drafts_pay
     from test_arena import text_pair
 
     from mlx_spec.arena import Arena
@@ -51,7 +52,9 @@ def tiny_address():
     stage = Stage(arena, lambda *_: None)
     stage.load("tiny").join(60)
     page, address = serve(stage)
-    yield address
+    with pytest.MonkeyPatch.context() as patched:
+        drafts_pay(patched)
+        yield address
     page.blocks.close()
     arena.worker.close()
 

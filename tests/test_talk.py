@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import tiny
+from helpers import drafts_pay
 
 from mlx_spec import Chat, cli, generate
 from mlx_spec.commands import chat as command
@@ -17,6 +18,7 @@ def pair(monkeypatch):
     target = tiny.make("llama")
     made = Pair(target, tiny.noisy_copy(target), tiny.byte_tokenizer())
     monkeypatch.setattr(command, "load_pair", lambda args: made)
+    drafts_pay(monkeypatch)
     return made
 
 
