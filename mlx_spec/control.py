@@ -226,6 +226,6 @@ class Auto(Controller):
             found.see(choice, accepted)
             if choice.probe:
                 lost = self._seconds(choice) / self._seconds(Choice(0)) - (accepted + 1)
-                found.paid = self.learnt.rounds + lost / PROBES
+                found.paid = max(found.paid, self.learnt.rounds) + lost / PROBES  # with two in flight both are owed
         if self.clocked:
             self.learnt.time(choice.source, choice.k, seconds / self._seconds(choice))

@@ -166,4 +166,7 @@ def test_three_builds_take_turns_in_processes_of_their_own_and_only_one_is_slowe
     assert bench_power.main() == code
     assert [path.stem for _, path in called[:6]] == ["base-1", "again-1", "slow-1", "again-2", "slow-2", "base-2"] and len(called) == 12
     assert {path.stem.split("-")[0] for share, path in called if share == 0.05} == ({"slow"} if slower else set())
-    assert ("slower" in capsys.readouterr().out.partition("`slower`")[0]) == (code == 0)
+    out = capsys.readouterr().out
+    assert ("slower" in out.partition("`slower`")[0]) == (code == 0)
+    assert "8 processes of one build differ in mlx-lm-plain: tokens/s" in out and "of 56 pairs agree" in out
+    assert bench_power.main() == code and len(called) == 12  # what is there is not made again

@@ -59,16 +59,18 @@ def test_k_may_go_through_zero_and_back(kind, ks, run_ahead):
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("name", ["llama", "llama_sw"])
-def test_states_that_are_read_late_leave_the_caches_of_states_read_at_once(name, run_ahead, monkeypatch):
+@pytest.mark.parametrize("name, options", [("llama", {}), ("llama_sw", {}), ("llama", dict(max_kv_size=24))], ids=["dense", "window", "bounded"])
+def test_states_that_are_read_late_leave_the_caches_of_states_read_at_once(name, options, run_ahead, monkeypatch):
     """Where no draft is asked for, a head reads many rows in one pass now and then, and knows as much."""
     ks, rooms, found, choose = (4, *[0] * 9, (2, "lookup"), 0, 0, 1, 0), [], [], Decoder._leave_unread
+    p = pair(name, "deep heads")
+    text = plain(p.target, tiny.PROMPT, N, prompt_cache=prompt_cache(p.target, options.get("max_kv_size")))
     for leave_unread in (lambda d, choice: rooms.append(choose(d, choice)) or rooms[-1], lambda d, choice: 0):
         monkeypatch.setattr(Decoder, "_leave_unread", leave_unread)
-        decoder, ids = led(pair(name, "deep heads"), tiny.PROMPT, reference(name), ks=ks, run_ahead=run_ahead)
-        assert ids == reference(name)
+        decoder, ids = led(p, tiny.PROMPT, text, ks=ks, run_ahead=run_ahead, **options)
+        assert ids == text
         memory = decoder.leave()
-        found.append([x[..., : memory.draft_length, :] for c in memory.draft[0] for x in (c.keys, c.values)] + memory.draft[1])
+        found.append([x[..., : c.size(), :] for c in memory.draft[0] for x in (c.keys, c.values)] + memory.draft[1])
     assert set(rooms) == {0, 5} and 2 * rooms.count(0) < rooms.count(5)
     assert len(found[0]) > 2 and all(mx.allclose(a, b, atol=1e-5) for a, b in zip(*found, strict=True))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Sequence
 import numpy as np
 
 from .arms import Arm
-from .figures import ALL, POOLED, Row, arm_of, gains, restlessness, rows, unrest
+from .figures import ALL, POOLED, Row, arm_of, gains, restlessness, rows, unrest, wrong
 from .record import Record
 from .render import lines, ratio
 from .stats import difference, interval, median, spread
@@ -90,22 +90,26 @@ def _gain(row: Row | None) -> str:
 def against(base: Build, other: Build, arm: Arm, category: str = ALL) -> dict | None:
     """The other's speed over the base's on the prompts of both; None where there is none. From two records of each on,
     a record is one value, and its interval has in it how processes differ; below, the prompts are the values."""
-    one = _one_machine(base, other)
-    sides = [[_speeds(r, arm, category) if one else gains(r, arm, category) for r in b.records] for b in (base, other)]
-    if any(_is_void(r, arm, category) for b in (base, other) for r in b.records):
-        return None
-    shared = sorted(set.intersection(*(set(found) for side in sides for found in side)))
-    if not shared:
+    sides = _sides(base, other, arm, category)
+    if not sides[0][0]:
         return None
     if min(map(len, sides)) > 1:
-        return difference(*([math.exp(np.mean([math.log(found[p]) for p in shared])) for found in side] for side in sides))
-    first, second = ({p: median([found[p] for found in side]) for p in shared} for side in sides)
+        return difference(*([math.exp(np.mean(np.log([*found.values()]))) for found in side] for side in sides))
+    first, second = ({p: median([found[p] for found in side]) for p in side[0]} for side in sides)
     kinds = {run["prompt"]: run["category"] for run in base.records[0]["runs"]}
-    ratios = {p: second[p] / first[p] for p in shared}
+    ratios = {p: second[p] / first[p] for p in first}
     within = spread([[x for p, x in ratios.items() if kinds[p] == c] for c in dict.fromkeys(kinds.values())])
     pooled = base.pooled, other.pooled
     return interval(list(ratios.values()), max(within, math.hypot(*map(unrest, pooled))),
                     math.hypot(*(restlessness(r, category) for r in pooled)))
+
+
+def _sides(base: Build, other: Build, arm: Arm, category: str) -> list[list[dict[str, float]]]:
+    """Of both builds each record's speed by prompt, the prompts that all have; nothing where a reply was wrong."""
+    speeds = _speeds if _one_machine(base, other) else gains
+    sides = [[{} if wrong(r, arm, category) else speeds(r, arm, category) for r in b.records] for b in (base, other)]
+    shared = set.intersection(*(set(found) for side in sides for found in side))
+    return [[{p: found[p] for p in sorted(shared)} for found in side] for side in sides]
 
 
 def _speeds(record: Record, arm: Arm, category: str) -> dict[str, float]:
@@ -117,12 +121,6 @@ def _speeds(record: Record, arm: Arm, category: str) -> dict[str, float]:
     return {prompt: median(speeds) for prompt, speeds in found.items()}
 
 
-def _is_void(record: Record, arm: Arm, category: str) -> bool:
-    """Whether a reply was wrong: then there is no speed."""
-    return any(arm_of(r) == arm and category in (ALL, r["category"]) and (r["identity"] or {}).get("kind") == "BUG"
-               for r in record["runs"])
-
-
 def _one_machine(base: Build, other: Build) -> bool:
     """And one target, so that tokens a second can be compared outright."""
     return base.machine == other.machine and base.records[0]["target"] == other.records[0]["target"]
@@ -131,14 +129,19 @@ def _one_machine(base: Build, other: Build) -> bool:
 def _called(base: Build, other: Build) -> bool:
     """Whether a difference between them may be called one."""
     many = min(len(base.records), len(other.records)) >= RECORDS
-    first, second = ([r["made"] for r in b.records] for b in (base, other))
-    in_turns = max(first) > min(second) and max(second) > min(first)
-    return many and (in_turns or not _one_machine(base, other))
+    return many and (not _one_machine(base, other) or _in_turns(base, other))
+
+
+def _in_turns(base: Build, other: Build) -> bool:
+    """Whether none was made twice before the other was made once more, so that both saw the same machine."""
+    first, second = (sorted(r["made"] for r in b.records) for b in (base, other))
+    return all(later > before for a, b in ((first, second), (second, first)) for later, before in zip(a[1:], b))
 
 
 def _against(base: Build, other: Build, category: str, arm: Arm) -> str:
     found = against(base, other, arm, category)
-    prompts = {r["prompt"] for r in base.records[0]["runs"] if category in (ALL, r["category"])}
-    if found is None or found["low"] is None or not _called(base, other) or len(prompts) < ENOUGH:
+    if found is None or found["low"] is None or not _called(base, other):
+        return ratio(found)
+    if len(_sides(base, other, arm, category)[0][0]) < ENOUGH:
         return ratio(found)
     return ratio(found) + (" slower" if found["high"] < 1 else " faster" if found["low"] > 1 else "")

@@ -58,7 +58,7 @@ def arm_of(run: Run) -> Arm:
 def gains(record: Record, arm: Arm, category: str = ALL) -> dict[str, float]:
     """Speed over plain by prompt: the median of its repetitions, each pair timed beside one another. Nothing where a
     reply was wrong."""
-    if any(_kind(r) == "BUG" for r in record["runs"] if arm_of(r) == arm and category in (ALL, r["category"])):
+    if wrong(record, arm, category):
         return {}
     speeds = {(arm_of(r), r["prompt"], r["repetition"]): r["tokens"] / r["decode_s"]
               for r in record["runs"] if r["tokens"] and category in (ALL, r["category"])}
@@ -68,6 +68,11 @@ def gains(record: Record, arm: Arm, category: str = ALL) -> dict[str, float]:
         if other == arm and plain:
             found.setdefault(prompt, []).append(speed / plain)
     return {prompt: median(ratios) for prompt, ratios in found.items()}
+
+
+def wrong(record: Record, arm: Arm, category: str = ALL) -> bool:
+    """Whether one of its replies is a BUG: then there is no speed."""
+    return any(_kind(r) == "BUG" for r in record["runs"] if arm_of(r) == arm and category in (ALL, r["category"]))
 
 
 def unrest(record: Record) -> float:
@@ -95,10 +100,11 @@ def rows(record: Record) -> list[Row]:
     categories = list(dict.fromkeys(r["category"] for r in record["runs"]))
     arms, floor = list(dict.fromkeys(map(arm_of, record["runs"]))), unrest(record)
     least = {arm: max(floor, spread([list(gains(record, arm, c).values()) for c in categories])) for arm in arms}
-    return [_row(record, arm, c, least[arm]) for c in [*categories, *([ALL] if len(categories) > 1 else [])] for arm in arms]
+    common = {c: restlessness(record, c) for c in [*categories, *([ALL] if len(categories) > 1 else [])]}
+    return [_row(record, arm, c, least[arm], shared) for c, shared in common.items() for arm in arms]
 
 
-def _row(record: Record, arm: Arm, category: str, least: float) -> Row:
+def _row(record: Record, arm: Arm, category: str, least: float, common: float) -> Row:
     runs = [r for r in record["runs"] if arm_of(r) == arm and category in (ALL, r["category"])]
     kinds, gain = [_kind(r) for r in runs], {} if arm.engine == PLAIN else gains(record, arm, category)
     own = gains(record, Arm(OURS, 0, arm.temperature), category) if arm.engine == OURS else {}
@@ -109,7 +115,7 @@ def _row(record: Record, arm: Arm, category: str, least: float) -> Row:
     return Row(
         category, arm, len({r["prompt"] for r in runs}), median([r["tokens"] / r["decode_s"] for r in runs if r["tokens"]]),
         median(whole), *(median([r[n] for r in runs if r[n] is not None]) for n in ("ttft_s", "draft_prompt_s")),
-        interval(list(gain.values()), least, restlessness(record, category)) if gain else None,
+        interval(list(gain.values()), least, common) if gain else None,
         median([r["predicted"] * own.get(r["prompt"], 1.0) for r in runs
                 if gain and arm.k != 0 and r["predicted"] is not None]),  # of k=0 it would be the measured one itself
         *(sum(r[n] for r in runs) for n in ("drafted", "accepted", "looked_up")),

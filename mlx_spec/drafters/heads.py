@@ -6,8 +6,8 @@
     for the drafts there are no target states:            +----------+  its own state goes in again
 
 Slot p of its caches holds token p with the states of token p - 1. The first pass of a round reads
-all that the last round wrote, with the target's own states; what was rejected lies past the newest
-token, where nothing looks and the next write lands.
+all that was written since the last one, with the target's own states; what was rejected lies past the
+newest token, where nothing looks and the next write lands.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Unread(NamedTuple):
     start: Integer[mx.array, "batch"]
     room: int
 
-    def and_(self, states: Sequence[Float[mx.array, "batch rows dim"]], start: Integer[mx.array, "batch"]) -> tuple:
+    def followed_by(self, states: Sequence[Float[mx.array, "batch rows dim"]], start: Integer[mx.array, "batch"]) -> tuple:
         padded = [mx.pad(old, ((0, 0), (0, self.room - old.shape[1]), (0, 0))) for old in self.states]
         return self.caches, [mx.slice_update(old, new, start - self.start, (1,)) for old, new in zip(padded, states)], self.start
 
@@ -190,7 +190,7 @@ class HeadsDrafter:
     def hear(self, caches: list | Unread, states: list[mx.array], start: mx.array) -> tuple:
         """The state of the next round: `start` is the position after the first of the states."""
         if isinstance(caches, Unread):
-            return caches.and_(states, start)
+            return caches.followed_by(states, start)
         return caches, states, start
 
     def leave(self, state: State, kept: int, bound: int) -> tuple[list[Any], list[mx.array] | None]:
