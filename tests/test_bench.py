@@ -341,6 +341,13 @@ def test_a_build_slowed_by_5_percent_is_told_apart_and_the_same_build_is_not():
 HALF = {key: 0.7 for key in SPEEDS}
 
 
+def test_of_several_records_each_is_one_value():
+    """Their interval is as wide as processes differ, whatever their prompts say."""
+    width = lambda between: (lambda found: math.log(found["high"] / found["low"]))(  # noqa: E731
+        compare.against(build("a", SPEEDS, 4, between), build("b", SPEEDS, 4, between, seed=50), Arm(OURS, 2, 0.0)))
+    assert width(0.0) < 0.05 and width(0.1) > 0.14
+
+
 @pytest.mark.parametrize("order, called", [("bs", False), ("bsbs", False), ("bsbsbs", True), ("bssbbs", True), ("sbbssb", True),
                                            ("bbbsss", False), ("bbbsbss", False), ("bbsbss", False)])
 def test_a_difference_is_called_one_of_three_records_of_each_build_made_in_turns(order, called):

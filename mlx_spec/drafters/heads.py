@@ -137,8 +137,10 @@ class Unread(NamedTuple):
     room: int
 
     def followed_by(self, states: Sequence[Float[mx.array, "batch rows dim"]], start: Integer[mx.array, "batch"]) -> tuple:
+        # MLX does not check array offsets: past the end a write would corrupt the heap.
+        at = mx.minimum(start - self.start, self.room - states[0].shape[1])
         padded = [mx.pad(old, ((0, 0), (0, self.room - old.shape[1]), (0, 0))) for old in self.states]
-        return self.caches, [mx.slice_update(old, new, start - self.start, (1,)) for old, new in zip(padded, states)], self.start
+        return self.caches, [mx.slice_update(old, new, at, (1,)) for old, new in zip(padded, states)], self.start
 
 
 @dataclass(frozen=True, eq=False)
