@@ -118,6 +118,8 @@ class Page:
             with gr.Row():
                 self.load_button = gr.Button("Load", variant="primary", size="sm", elem_id="load")
                 self.cancel_button = gr.Button("Cancel", size="sm", elem_id="cancel")
+                self.advise_button = gr.Button("Which draft fits?", size="sm", elem_id="advise")
+            self.advised = gr.Radio([], visible=False, elem_id="advised")
         with gr.Accordion("Result to copy", open=False):
             self.row = gr.Code(label="Markdown", interactive=False, lines=3, wrap_lines=True)
             self.json = gr.Code(label="JSON", interactive=False, language="json")
@@ -143,8 +145,10 @@ class Page:
         self.pair.input(lambda: ("", ""), None, [self.target, self.draft], **quiet)
         self.load_button.click(self.load, [self.pair, self.target, self.draft], self.banner, api_name="load", **hidden)
         self.cancel_button.click(self.cancel_load, None, self.banner, **quiet)
+        self.advise_button.click(self.advise, None, self.banner, api_name="advise", **hidden)
+        self.advised.input(self.chosen, self.advised, [self.target, self.draft], **quiet)
         gr.Timer(1.0).tick(self.banner_html, None, self.banner, **quiet)
-        self.banner.change(lambda: gr.skip() if self.stage.loading else self.pairs(), None, self.pair, **quiet)
+        self.banner.change(self.news, None, [self.pair, self.advised], **quiet)
         self.blocks.load(self.enter, self.visitor, self.pair, **quiet)
         self.blocks.unload(self.leave)
 
@@ -267,6 +271,29 @@ class Page:
         else:
             gr.Warning("Choose a pair by name, or write a target's.")
         return self.banner_html()
+
+    def advise(self) -> str:
+        try:
+            self.stage.advise()
+        except SpecError as error:
+            gr.Warning(str(error))
+        return self.banner_html()
+
+    def news(self) -> tuple[dict, dict]:
+        """What there is to choose from once something was loaded, or advice was found."""
+        return (gr.skip(), gr.skip()) if self.stage.kind == "loading" else (self.pairs(), self.drafts())
+
+    def drafts(self) -> dict:
+        """Those that were tried, the best first; what can't be chosen is told below them."""
+        target, found = self.stage.advice
+        chosen = [a for a in found if a.error is None and a.c is not None]
+        other = [f"{a.draft}: {a.error or numbers.gain(a)}" for a in found if a not in chosen]
+        return gr.update(choices=[(f"{a.draft} · {numbers.gain(a)}", a.draft) for a in chosen], value=None, visible=bool(found),
+                         label=f"Drafts for {target}, the best first", info=" · ".join(other))
+
+    def chosen(self, draft: str) -> tuple[str, str]:
+        """Into the boxes: Load takes it from there."""
+        return self.stage.advice[0], draft
 
     @staticmethod
     def pairs() -> dict:

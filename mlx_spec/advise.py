@@ -5,6 +5,7 @@ measured costs and from how often its tokens stand on a few real prompts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator, Sequence
 
@@ -21,6 +22,7 @@ from .errors import PairError, SpecError, first_line
 from .hub import cached_repo
 from .names import catalogue, find, locate
 from .pairs import Pair, compare_tokenizers, join
+from .prefill import Cancelled
 from .prompts import encode
 from .types import Options
 
@@ -48,26 +50,28 @@ class Advice:
 
 
 def advise(pair: Pair, folders: Sequence[str | Path] = (), prompts: Sequence[str] = texts.CATEGORIES[:4],
-           on_draft: Callable[[str], None] = lambda name: None) -> list[Advice]:
+           on_draft: Callable[[str], None] = lambda name: None,
+           should_cancel: Callable[[], bool] | None = None) -> list[Advice]:
     """Every draft for a pair's target, the best first, then those that can't be used.
 
     folders: where drafts are, beside the hub's cache and the catalogue; a draft itself, or a folder
     of them. prompts: kinds of `bench/texts.py`, or .jsonl files; 8 in all are used. on_draft: told
-    each name before it is tried. Evaluates, and loads one draft at a time. Raises ValueError and
-    SpecError where the target or the prompts are of no use.
+    each name before it is tried. should_cancel: asked every round. Evaluates, and loads one draft at
+    a time. Raises ValueError and SpecError where the target or the prompts are of no use, and Cancelled.
     """
     if pair.target_profile.reason:
         raise SpecError(f"{pair.name} decodes plainly with every draft: {pair.target_profile.reason}")
     ids = [encode(pair.tokenizer, p.messages, vocab_size=pair.vocab_size)[0] for p in _prompts(prompts)]
     names = list(candidates(str(pair.name), folders))
+    reply = partial(_reply, Options(max_tokens=TOKENS, should_cancel=should_cancel))
     on_draft(LOOKUP)
     alone = Pair(pair.target, None, pair.tokenizer, name=pair.name)
-    found = [_lookup(measure(alone, again=True), [(i, _reply(alone, i, 0)[1]) for i in ids])]
+    found = [_lookup(measure(alone, again=True), [(i, reply(alone, i, 0)[1]) for i in ids])]
     for name in names:
         on_draft(name)
         try:
             _check(pair, locate(name))
-            found.append(_try(join(alone, name), name, ids))
+            found.append(_try(join(alone, name), name, ids, reply))
         except SpecError as e:
             found.append(Advice(name, error=str(e)))
     return sorted(found, key=lambda a: (a.error is not None, -a.speedup))
@@ -118,10 +122,10 @@ def _check(pair: Pair, path: Path) -> None:
         compare_tokenizers(pair.tokenizer, tokenizer)
 
 
-def _try(pair: Pair, name: str, ids: Sequence[Sequence[int]]) -> Advice:
+def _try(pair: Pair, name: str, ids: Sequence[Sequence[int]], reply: Callable) -> Advice:
     if pair.draft_profile.reason:
         raise PairError(pair.draft_profile.reason)
-    runs = [_reply(pair, i, TRIED_K)[0].stats for i in ids]
+    runs = [reply(pair, i, TRIED_K)[0].stats for i in ids]
     stood = [sum(sum(s.accepted_by_position[i : i + 1]) for s in runs) for i in range(TRIED_K)]
     judged = [sum(sum(s.drafted_by_position[:1]) for s in runs), *stood[:-1]]
     found = [s / j for s, j in zip(stood, judged) if j]
@@ -132,9 +136,12 @@ def _try(pair: Pair, name: str, ids: Sequence[Sequence[int]]) -> Advice:
     return Advice(name, k, gain, tuple(acceptance), costs.c)
 
 
-def _reply(pair: Pair, ids: Sequence[int], k: int) -> tuple[Decoder, list[int]]:
-    decoder = Decoder(pair, ids, Options(max_tokens=TOKENS), controller=Fixed(k))
-    return decoder, [t.id for chunk in decoder.chunks() for t in chunk.tokens]
+def _reply(options: Options, pair: Pair, ids: Sequence[int], k: int) -> tuple[Decoder, list[int]]:
+    decoder = Decoder(pair, ids, options, controller=Fixed(k))
+    got = [t.id for chunk in decoder.chunks() for t in chunk.tokens]
+    if decoder.finish == "cancelled":
+        raise Cancelled
+    return decoder, got
 
 
 def _lookup(costs: Costs, replies: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Advice:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import secrets
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable
 
+from .advise import advise
 from .costs import measure
 from .engine import Decoder
 from .errors import SpecError
 from .identity import Verdict, compare
 from .memory import Memory, recall
 from .pairs import Pair, load
+from .prefill import Cancelled
 from .prompts import encode
 from .race import Lane, Stopwatch, race
 from .types import Chunk, Options, Stats, Token
@@ -141,6 +144,16 @@ class Arena:
             self.pair = pair
             for session in list(self._sessions):  # caches would keep the old weights in memory
                 session.memories = {}
+
+        return self.worker.ask(work)
+
+    def advise(self) -> Job:
+        """Events: the name of each draft before it is tried on the pair's target, then a list of Advice, unless it was
+        cancelled. Takes minutes, in which nothing else runs."""
+
+        def work(job: Job) -> None:
+            with suppress(Cancelled):
+                job.tell(advise(self.pair, on_draft=job.tell, should_cancel=job.cancelled))
 
         return self.worker.ask(work)
 

@@ -18,12 +18,15 @@ LOOKUP_KS = (2, 4, 8)  # few, because every k is a shape of its own
 # draft of a twentieth of the target (arXiv 2404.19124); of lookup, by the length of the match.
 PRIOR = {"prose": 0.7, "code": 0.85}
 MATCHES = {2: 0.35, 3: 0.5, 4: 0.65, 8: 0.8}
-PRIOR_ROUNDS, KEPT_ROUNDS = 4.0, 12.0  # what the prior, and an earlier request, weigh
+# What they weigh, in rounds: little for a draft, since one that is of no use is left the sooner.
+PRIOR_ROUNDS = {DRAFT: 2.0, LOOKUP: 4.0}
+PLACE_ROUNDS, KEPT_ROUNDS = 4.0, 12.0  # and the place before, and an earlier request
 FADE = 0.98  # of the evidence, each time there is new
 
 MARGIN = 1.03  # what another k must gain
 FIRST_WAIT, LONGEST_WAIT = 16, 1024  # plain rounds between two probes
 PROBES = 0.01  # of the time, at most, that probes of one kind of draft may lose
+STRAY_PROBE = 4.0  # times what was promised: a longer one was disturbed by something else
 SMOOTH, SHARE, STRAY = 0.1, 0.3, 1.25  # of the clock's corrections
 SURE = (1.0,) * LARGEST
 MISLED = 1.6
@@ -80,8 +83,8 @@ class Evidence:
     by place. idle: plain rounds since the last one; wait: those before the next probe; paid: the round
     of `Learnt` from which on what earlier probes lost is a small enough part of all."""
 
-    def __init__(self, prior: float):
-        self.judged = [PRIOR_ROUNDS, *[0.0] * (LARGEST - 1)]
+    def __init__(self, prior: float, rounds: float = PRIOR_ROUNDS[DRAFT]):
+        self.judged = [rounds, *[0.0] * (LARGEST - 1)]
         self.stood = [n * prior for n in self.judged]
         self.wait, self.idle, self.paid = FIRST_WAIT, 0, 0.0
 
@@ -90,7 +93,7 @@ class Evidence:
         one before."""
         found = [self.stood[0] / self.judged[0]]
         for judged, stood in zip(self.judged[1:], self.stood[1:]):
-            found.append((PRIOR_ROUNDS * found[-1] + stood) / (PRIOR_ROUNDS + judged))
+            found.append((PLACE_ROUNDS * found[-1] + stood) / (PLACE_ROUNDS + judged))
         return found
 
     def see(self, choice: Choice, accepted: int) -> None:
@@ -121,7 +124,7 @@ class Learnt:
     def of(self, source: str, matched: int) -> Evidence:
         length = max((n for n in MATCHES if n <= matched), default=0) if source == LOOKUP else 0
         prior = MATCHES[length] if source == LOOKUP else PRIOR[self.task]
-        return self.evidence.setdefault((source, length), Evidence(prior))
+        return self.evidence.setdefault((source, length), Evidence(prior, PRIOR_ROUNDS[source]))
 
     def begin(self) -> None:
         for found in self.evidence.values():
@@ -220,12 +223,20 @@ class Auto(Controller):
             return None
         return choice._replace(k=1 if choice.source == DRAFT else LOOKUP_KS[0], probe=True)
 
+    def _spent(self, choice: Choice, seconds: float) -> float:
+        """By a probe, in plain rounds: a draft that was left alone has much to read before it proposes."""
+        promised, plain = self._seconds(choice), self._seconds(Choice(0))
+        if self.clocked:
+            plain *= self.learnt.pace_of(DRAFT, 0)
+            promised = min(max(promised, seconds), STRAY_PROBE * promised)
+        return promised / plain
+
     def learn(self, choice: Choice, accepted: int, seconds: float) -> None:
         if choice.k:
             found = self.learnt.of(choice.source, choice.matched)
             found.see(choice, accepted)
             if choice.probe:
-                lost = self._seconds(choice) / self._seconds(Choice(0)) - (accepted + 1)
+                lost = self._spent(choice, seconds) - (accepted + 1)
                 found.paid = max(found.paid, self.learnt.rounds) + lost / PROBES  # with two in flight both are owed
         if self.clocked:
             self.learnt.time(choice.source, choice.k, seconds / self._seconds(choice))

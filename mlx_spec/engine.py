@@ -190,10 +190,9 @@ class Decoder:
         return not _drafts(self._choose()) or self.missed < min(CATCH_UP, self._readable())
 
     def _submit(self) -> None:
-        choice, context = self._allowed(self._choose()), self.context
+        submitted, choice, context = self.clock(), self._allowed(self._choose()), self.context
         plan, self.chosen = self._plan(choice), None
         context.make_room(self.length + (len(self.flights) + 1) * (self.k_max + 1))
-        submitted = self.clock()
         step, state = self._step(plan), context.spend()
         new_state, packed = step(state)
         del state

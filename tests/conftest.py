@@ -1,4 +1,4 @@
-"""Puts this folder on the path, and swaps in a fast BLAS before anything imports mlx."""
+"""Puts this folder on the path, gives each process what is its own, and swaps in a fast BLAS before anything imports mlx."""
 
 import importlib.util
 import sys
@@ -9,6 +9,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from kernels import precompile_header  # noqa: E402
+from workers import part_company  # noqa: E402
+
+part_company()
 
 if importlib.util.find_spec("mlx_spec.blas"):
     from mlx_spec.blas import use_fast_blas

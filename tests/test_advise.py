@@ -1,6 +1,7 @@
 """Which draft fits: candidates by content, predictions from costs and acceptance, a verdict that may be none."""
 
 import json
+import time
 
 import pytest
 import tiny
@@ -10,8 +11,11 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_spec import advise as module
 from mlx_spec import cli
 from mlx_spec.advise import LOOKUP, advise, candidates
+from mlx_spec.arena import Arena
 from mlx_spec.costs import Costs
+from mlx_spec.page.stage import Stage
 from mlx_spec.pairs import load
+from mlx_spec.prefill import Cancelled
 
 FLAT = (1.0, *(1.02 for _ in range(8)))
 
@@ -122,3 +126,62 @@ def test_where_none_helps_the_command_says_so(shelf, capsys, monkeypatch):
 def test_wrong_prompts_are_said_before_anything_is_loaded(capsys):
     assert cli.main(["advise", "--target", "nowhere/none", "--prompts", "poems"]) == 1
     assert "poems" in capsys.readouterr().err
+
+
+def test_a_search_that_is_cancelled_ends_within_a_round(shelf):
+    tried, half = [], str(shelf / "drafts/half")
+    with pytest.raises(Cancelled):
+        advise(load(str(shelf / "target"), False), [shelf / "drafts"], on_draft=tried.append, should_cancel=lambda: half in tried)
+    assert tried[-1] == half
+
+
+@pytest.fixture
+def page(shelf, monkeypatch):
+    """With the target loaded, and the drafts as if they were the hub cache's."""
+    app = pytest.importorskip("app", reason="the page needs gradio: pip install 'mlx-spec[app]'")
+    names = list(candidates(str(shelf / "target"), [shelf / "drafts"]))
+    monkeypatch.setattr(module, "candidates", lambda target, folders: names)
+    stage = Stage(Arena(), lambda *_: None)
+    stage.load(str(shelf / "target")).join(60)
+    assert stage.ready, stage.status
+    yield app.Page(stage)
+    stage.arena.worker.close()
+
+
+def test_the_page_offers_the_same_list(shelf, page, monkeypatch):
+    monkeypatch.setattr(module, "measure", lambda pair, again: Costs(FLAT, None if pair.draft is None else 0.0))
+    assert page.drafts()["visible"] is False
+    assert 'class="banner loading"' in page.advise()
+    wait(page)
+    offered, half = page.news()[1], str(shelf / "drafts/half")
+    found = {a.draft: a for a in advise(load(str(shelf / "target"), False), [shelf / "drafts"])}
+    assert offered["visible"] and offered["choices"][0] == (f"{half} · {found[half].speedup:.2f}x predicted, k = {found[half].k}", half)
+    assert {name for _, name in offered["choices"]} == {half, str(shelf / "drafts/stranger")}
+    assert "another tokenizer" in offered["info"] and f"{LOOKUP}: " in offered["info"]
+    assert page.stage.kind == "ready" and half in page.banner_html() and "choose it" in page.banner_html()
+    page.load(None, *page.chosen(half))
+    wait(page)
+    assert page.stage.kind == "ready" and page.stage.arena.pair.draft is not None
+
+
+def test_a_search_on_the_page_can_be_cancelled_and_the_pair_still_answers(shelf, page, monkeypatch):
+    monkeypatch.setattr(module, "TOKENS", 2000)
+    page.advise()
+    while "trying" not in page.stage.status:
+        time.sleep(0.01)
+    page.cancel_load()
+    wait(page)
+    assert page.stage.status == f"the search for a draft was cancelled · {shelf}/target still answers"
+    assert not page.stage.advice[1] and page.stage.ready
+
+
+def test_without_a_pair_the_page_says_to_load_one(page):
+    page.stage.arena, arena = None, page.stage.arena
+    with pytest.warns(UserWarning, match="load the target first"):
+        page.advise()
+    page.stage.arena = arena
+
+
+def wait(page):
+    while page.stage.loading:
+        time.sleep(0.01)

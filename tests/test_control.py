@@ -69,6 +69,14 @@ def test_a_useless_or_slow_draft_costs_nothing(curve, c, a):
     assert sum(found) / 5 > 0.98 and min(found) > 0.96
 
 
+@pytest.mark.parametrize("curve", V)
+def test_a_draft_of_no_use_is_left_before_it_has_cost_three_tokens(curve):
+    """From its first token on, with nothing known of it."""
+    costs = Costs(V[curve], 0.07)
+    tokens = 48
+    assert world(auto(costs), costs, {DRAFT: 0.0}, tokens=tokens, skip=0)[0] > 1 - 3 / tokens
+
+
 def test_a_draft_as_slow_as_its_target_is_not_even_tried():
     costs = Costs(V["M4"], 1.0)
     assert {c.k for c in world(auto(costs), costs, {DRAFT: 0.9})[1]} == {0}
@@ -93,6 +101,21 @@ def test_in_short_replies_too_probes_lose_a_hundredth_at_most(a, lag):
     world(auto(costs, learnt), costs, {DRAFT: a}, tokens=300, lag=lag)  # until it is parked
     found = [world(auto(costs, learnt), costs, {DRAFT: a}, tokens=64, skip=0, seed=s, lag=lag)[0] for s in range(20)]
     assert sum(found) / 20 > 0.985
+
+
+@pytest.mark.parametrize("took", [1.2, 3.6, 1000.0])
+def test_what_a_draft_reads_again_counts_as_lost_by_its_probe(took):
+    """A draft model that was left alone for long; one round that something else disturbed does not count for ever."""
+    learnt = Learnt()
+    controller = auto(Costs(V["M4"], 0.1), learnt)
+    controller.begin(), controller.choose(100, {DRAFT: LARGEST}, 0)
+    controller.learn(Choice(1, probe=True), 0, took)
+    owed = learnt.of(DRAFT, 0).paid - learnt.rounds
+    assert 10 < owed < 500 and owed == pytest.approx(100 * (min(took, 4 * 1.2) - 1), rel=0.05)
+    reproducible = auto(Costs(V["M4"], 0.1), Learnt(), clocked=False)
+    reproducible.begin(), reproducible.choose(100, {DRAFT: LARGEST}, 0)
+    reproducible.learn(Choice(1, probe=True), 0, took)
+    assert reproducible.learnt.of(DRAFT, 0).paid - 1 == pytest.approx(20)
 
 
 def test_what_one_reply_taught_the_next_one_begins_with():

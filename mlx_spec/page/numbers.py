@@ -67,6 +67,11 @@ def speed_of(speedup: float | None) -> tuple[str, str]:
     return (f"{speedup:.2f}x faster", "won") if speedup > 1 else (f"{1 / speedup:.2f}x slower here", "lost")
 
 
+def gain(advice: Any) -> str:
+    """What a draft is predicted to bring."""
+    return f"{advice.speedup:.2f}x predicted, k = {advice.k}" if advice.helps else "no gain predicted"
+
+
 def verdict_html(reply: Any) -> str:
     kind, sentence = verdict(reply) if reply is not None else ("open", "")
     first, dot, rest = sentence.partition(" · ")

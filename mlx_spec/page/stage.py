@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 from ..errors import DownloadError, PairError, SpecError
 from ..names import catalogue, find, locate
@@ -58,10 +58,10 @@ class Visitor:
 
 
 class Loading:
-    """A pair on its way, and whether it is still wanted."""
+    """A pair on its way, or the search for a draft, and whether it is still wanted."""
 
-    def __init__(self, target: str, draft: str | None):
-        self.name = f"{target} with {draft}" if draft else target
+    def __init__(self, name: str, what: str = "loading"):
+        self.name, self.what = name, what
         self.job, self.cancelled = None, False
 
     def cancel(self) -> None:
@@ -72,15 +72,17 @@ class Loading:
     def check(self) -> None:
         if self.cancelled:
             self.cancel()  # its job, which may have come after
-            raise SpecError("loading was cancelled")
+            raise SpecError(f"{self.what} was cancelled")
 
 
 class Stage:
-    """arena: None until the first pair is loaded. kind: of the status, loading, ready, off (no draft) or bad."""
+    """arena: None until the first pair is loaded. kind: of the status, loading, ready, off (no draft) or bad.
+    advice: which drafts fit which target, once somebody has asked."""
 
     def __init__(self, arena: Any = None, fetch: Callable[..., None] | None = None):
         self.arena, self._fetch = arena, fetch or fetch_models
         self.kind, self.status, self.pair_name = "bad", "no pair is loaded", ""
+        self.advice: tuple[str, list[Any]] = ("", [])
         self._loading: Loading | None = None
         self._lock = threading.Lock()
 
@@ -94,10 +96,19 @@ class Stage:
 
     def load(self, target: str, draft: str | None = None) -> threading.Thread:
         """In place of what is being loaded now. The thread ends with it."""
+        return self._start(Loading(f"{target} with {draft}" if draft else target), partial(self._load, target=target, draft=draft))
+
+    def advise(self) -> threading.Thread:
+        """Try every draft on this machine with the pair's target; replies wait meanwhile. The thread ends with it."""
+        if not self.ready:
+            raise SpecError("no pair is loaded: load the target first")
+        return self._start(Loading(str(self.arena.pair.name), "the search for a draft"), self._advise)
+
+    def _start(self, loading: Loading, work: Callable[[Loading], None]) -> threading.Thread:
         self.cancel()
-        loading = self._loading = Loading(target, draft)
-        self._say(loading, "loading", f"loading {loading.name} …")
-        thread = threading.Thread(target=self._load, args=(loading, target, draft), daemon=True)
+        self._loading = loading
+        self._say(loading, "loading", f"{loading.what}: {loading.name} …")
+        thread = threading.Thread(target=self._run, args=(loading, work), daemon=True)
         thread.start()
         return thread
 
@@ -114,19 +125,9 @@ class Stage:
         share = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB ({done / total:.0%})" if total else f"{done / 1e6:.0f} MB"
         self._say(loading, "loading", f"fetching {loading.name}: {share}")
 
-    def _load(self, loading: Loading, target: str, draft: str | None) -> None:
+    def _run(self, loading: Loading, work: Callable[[Loading], None]) -> None:
         try:
-            self._fetch(target, draft, partial(self._fetching, loading))
-            self._say(loading, "loading", f"loading {loading.name} …")
-            loading.job = self._arena().prepare(target, draft)
-            loading.check()
-            events = loading.job.result()
-            if not events:  # it never started
-                loading.check()
-            notes = events[-1].notes
-            self.pair_name = loading.name
-            off = any(note.startswith("draft off") for note in notes)
-            self._say(loading, "off" if off else "ready", " · ".join((f"{loading.name} is ready", *notes)))
+            work(loading)
         except Exception as error:  # whatever a model's files can do; the page lives on
             reason = str(error) if isinstance(error, (SpecError, ValueError)) else f"{type(error).__name__}: {error}"
             still = f" · {self.pair_name} still answers" if self.ready else ""
@@ -134,6 +135,32 @@ class Stage:
         finally:
             if self._loading is loading:
                 self._loading = None
+
+    def _load(self, loading: Loading, target: str, draft: str | None) -> None:
+        self._fetch(target, draft, partial(self._fetching, loading))
+        self._say(loading, "loading", f"loading {loading.name} …")
+        loading.job = self._arena().prepare(target, draft)
+        loading.check()
+        events = loading.job.result()
+        if not events:  # it never started
+            loading.check()
+        notes = events[-1].notes
+        self.pair_name = loading.name
+        off = any(note.startswith("draft off") for note in notes)
+        self._say(loading, "off" if off else "ready", " · ".join((f"{loading.name} is ready", *notes)))
+
+    def _advise(self, loading: Loading) -> None:
+        loading.job, found = self.arena.advise(), None
+        loading.check()
+        for event in loading.job:
+            if isinstance(event, str):
+                self._say(loading, "loading", f"which draft fits {loading.name}? trying {event}; replies wait")
+            else:
+                found = event
+        if found is None:
+            loading.check()
+        self.advice = loading.name, found
+        self._say(loading, "ready", verdict(loading.name, found))
 
     def _arena(self) -> Any:
         with self._lock:
@@ -198,6 +225,15 @@ def fetch_models(target: str, draft: str | None, on_progress: Callable[[int, int
     if other and other != "self":
         with suppress(PairError, DownloadError):
             locate(other, on_progress=on_progress)
+
+
+def verdict(target: str, found: Sequence[Any]) -> str:
+    """What to do, from a list of Advice."""
+    best = found[0]
+    if not best.helps:
+        return f"no draft on this machine helps {target}: it decodes plainly, or train one (mlx_spec train --help)"
+    gain = f"{best.draft} makes {target} {best.speedup:.2f}x as fast, as predicted"
+    return f"{gain}; it is used by itself, without a draft" if best.k and best.c is None else f"{gain}: choose it under Models"
 
 
 def best_pair() -> str:
