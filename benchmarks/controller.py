@@ -25,6 +25,7 @@ from measure import each_prompt, machine, note, reached, report_machine, show
 from mlx_spec.bench import texts
 from mlx_spec.bench.arms import by_position, compile_after
 from mlx_spec.bench.render import lines
+from mlx_spec.bench.run import warm_auto
 from mlx_spec.bench.stats import Probe, interval, median, rotated
 from mlx_spec.control import LARGEST
 from mlx_spec.costs import measure
@@ -196,6 +197,8 @@ def main() -> None:
     with compile_after(1):
         for arm in arms:
             reply(pairs[arm.pair], ids[0], arm.k, min(args.tokens, SKIPPED))
+        for pair in pairs.values():
+            warm_auto(pair, ids[0], Options())
     for pair in pairs.values():
         pair.learnt.clear()
     records = each_prompt(ids, probe, partial(one_prompt, pairs, arms, prompts, args.tokens))

@@ -14,7 +14,7 @@ import time
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import mlx_spec  # noqa: F401  before mlx.core: it puts a fast BLAS in place
 
@@ -52,16 +52,29 @@ def one_prompt(models: Models, settings: list[Setting], tokens: int, ids: list[i
     return {"prompt": turn, "prompt_tokens": len(ids), "plain": plain, "runs": runs}
 
 
-def run_ahead_gain(models: Models, settings: list[Setting], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Speed with a second round in flight / without, for every setting."""
+def gain(way: Callable[..., dict], models: Models, settings: list[Setting], prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """Speed with a way of running rounds / without, for every setting."""
     ratios: dict[str, list[float]] = {str(s): [] for s in settings}
     for turn, ids in enumerate(prompts):
         for setting in rotated(settings, turn):
-            run = {on: ours(models.pairs[setting.draft], ids, setting, tokens, turn, on)["seconds"]
+            run = {on: way(models.pairs[setting.draft], ids, setting, tokens, turn, on)["seconds"]
                    for on in rotated([True, False], turn)}
             ratios[str(setting)].append(run[False] / run[True])
-        note(f"run-ahead: prompt {turn + 1} of {len(prompts)}")
+        note(f"prompt {turn + 1} of {len(prompts)}")
     return {name: interval(values) for name, values in ratios.items()}
+
+
+def compiled(pair: Any, ids: list[int], setting: Setting, tokens: int, turn: int, on: bool) -> dict[str, Any]:
+    """A reply whose rounds are those that the warm-up compiled, or eager ones."""
+    kept, pair.compiled = pair.compiled, pair.compiled if on else {}
+    try:
+        with compile_after(NEVER):
+            return ours(pair, ids, setting, tokens, turn)
+    finally:
+        pair.compiled = kept
+
+
+WAYS = {"run-ahead": (ours, "a second round in flight / none"), "compiled": (compiled, "compiled rounds / eager ones, traces not counted")}
 
 
 def plain_at(pair: Any, starts: list[list[int]], tokens: int, probe: Probe) -> list[dict]:
@@ -205,7 +218,7 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--context", type=int, default=4000, help="of long plain decoding (%(default)s)")
     options.add_argument("--k", type=int, nargs="+", default=[2, 4])
     options.add_argument("--drafts", nargs="+", choices=("self", "noisy"), default=["self", "noisy"])
-    options.add_argument("--only", choices=("speculative", "plain", "build", "run-ahead"), help="one part of the report")
+    options.add_argument("--only", choices=("speculative", "plain", "build", *WAYS), help="one part of the report")
     options.add_argument("--quick", action="store_true", help="two prompts, 16 tokens, k = 4: does it work?")
     args = options.parse_args()
     if args.quick:
@@ -224,22 +237,23 @@ def main() -> None:
     settings = [Setting(d, k, t) for d, k, t in product(args.drafts, args.k, args.temperatures)]
     parts = [args.only] if args.only else ["build", "plain", "speculative"]
     raw: dict[str, Any] = {"machine": card, "noise": NOISE, "arguments": vars(args)}
-    build, lengths, records, gain = {}, {}, [], {}
+    build, lengths, records, gains = {}, {}, [], {}
     if "build" in parts:
         note("host time")
         build = {str(s): build_times(models.pairs[s.draft], text[:60], s) for s in settings if s.draft == "noisy"}
     if "plain" in parts:
         lengths = plain_lengths(models.pairs["none"], text, args, probe)
-    if "run-ahead" in parts:
+    for name in WAYS.keys() & set(parts):
         warm_up(models.pairs, settings, text)
-        gain = run_ahead_gain(models, settings, prompts, args.tokens)
-        print("a second round in flight / none: ratios of speeds")
-        table(["setting", "ratio"], [[name, show(ratio)] for name, ratio in gain.items()])
+        way, title = WAYS[name]
+        gains[name] = gain(way, models, settings, prompts, args.tokens)
+        print(f"{title}: ratios of speeds")
+        table(["setting", "ratio"], [[setting, show(ratio)] for setting, ratio in gains[name].items()])
     if "speculative" in parts:
         warm_up(models.pairs, settings, text)
         with compile_after(NEVER):
             records = each_prompt(prompts, probe, partial(one_prompt, models, settings, args.tokens))
-    raw |= {"build": build, "run-ahead": gain, "plain": lengths, "speculative": records, "figures": {}}
+    raw |= {"build": build, "ways": gains, "plain": lengths, "speculative": records, "figures": {}}
     if records:
         raw["figures"] |= report_settings(records, settings, args.tokens)
     if lengths:

@@ -36,9 +36,9 @@ from .sampling import Sampling
 from .stepwise import stepwise
 from .types import Chunk, FinishReason, Options, Stats, Token
 
-# A trace costs a few rounds, so a shape is compiled once it has been run this often; replies
-# shorter than that stay eager.
-COMPILE_AFTER = 8
+# A trace takes about as long as compiling saves in so many rounds, so a shape is compiled once it has been run this often:
+# at worst it costs twice what knowing beforehand would have.
+COMPILE_AFTER = 24
 KEEP_COMPILED = 24  # shapes that a pair remembers; a trace holds some megabytes
 CLEAR_EVERY = 256  # tokens between two returns of MLX's freed buffers, as in mlx-lm
 

@@ -30,6 +30,14 @@ def costs_of_this_run(tmp_path_factory):
     costs.cache_folder = lambda: folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_rounds():
+    """Within the short replies of tests too."""
+    from mlx_spec import engine
+
+    engine.COMPILE_AFTER = 8
+
+
 # Shapes in the signatures of these two are checked while the tests run.
 from jaxtyping import install_import_hook  # noqa: E402
 

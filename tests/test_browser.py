@@ -19,6 +19,7 @@ import app as page_app  # noqa: E402
 from mlx_spec.page.stage import Stage  # noqa: E402
 from test_page import EVIL, StubArena  # noqa: E402
 
+IN_VIEW = "document.querySelector('#race').getBoundingClientRect().top < innerHeight / 2 + 100"
 DONE = "(document.querySelector('#verdict .verdict')?.innerText || 'so far').includes('so far') === false"
 
 
@@ -171,6 +172,27 @@ def test_the_pairs_say_what_is_here_once_one_was_fetched(browser, monkeypatch):
     page.blocks.close()
 
 
+def test_drafts_that_fit_are_offered_and_go_into_the_boxes(browser, stub):
+    """A86: with names that are markup."""
+    from mlx_spec.advise import Advice
+
+    arena, address = stub
+    offered = [Advice("org/small", 3, 1.5, (0.8,), 0.1), Advice(f"org/{EVIL[1]}", c=0.3), Advice("prompt lookup"),
+               Advice(f"org/other {EVIL[1]}", error="the draft has another tokenizer")]
+    arena.pair.name = "big"
+    arena.advise = lambda: arena.worker.ask(lambda job: (job.tell("org/small"), job.tell(offered)))
+    tab = visit(browser, address)
+    tab.click("#models button")
+    tab.click("#advise")
+    tab.click("#advised label:has-text('org/small')")
+    tab.wait_for_function("document.querySelector('#draft textarea, #draft input').value === 'org/small'")
+    assert tab.input_value("#target textarea, #target input") == "big"
+    shown = tab.inner_text("#advised")
+    assert "1.50x predicted, k = 3" in shown and "another tokenizer" in shown and shown.count(EVIL[1]) == 2
+    assert "org/small makes big 1.50x as fast" in tab.inner_text(".banner") and tab.problems == []
+    assert tab.evaluate("document.querySelectorAll('#advised img').length") == 0
+
+
 @pytest.mark.parametrize("formatted", [False, True])
 def test_nothing_that_is_written_runs(browser, stub, formatted):
     """A86, in both views; A85: and it is shown."""
@@ -239,11 +261,11 @@ def test_a_long_conversation_scrolls_in_itself_and_the_columns_stay_in_view(brow
     assert not tab.is_visible("#plots")  # nothing to draw yet
     say(tab, "word " * 5000)
     tab.wait_for_function(DONE)
-    assert tab.evaluate("document.querySelector('#race').getBoundingClientRect().top < innerHeight / 2 + 100")
+    tab.wait_for_function(IN_VIEW)
     assert tab.is_visible("#plots") and tab.is_visible(".legend")
     tab.click("#formatted input")
     tab.wait_for_selector(".legend", state="hidden")  # it explains colours that are not shown now
-    assert tab.evaluate("document.querySelector('#race').getBoundingClientRect().top < innerHeight / 2 + 100")
+    tab.wait_for_function(IN_VIEW)
 
 
 def test_the_columns_are_those_of_the_mode(browser, stub):

@@ -1,4 +1,4 @@
-"""The tests run in two processes at once (pytest-xdist, a file in one process). What they must not share is set apart here."""
+"""The tests run in two processes at once (pytest-xdist). What they must not share is set apart here."""
 
 import os
 import tempfile

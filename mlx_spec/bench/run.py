@@ -8,11 +8,13 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from typing import Any, Callable, Iterator, Sequence
+from itertools import cycle
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from ..cache import read_bound
+from ..control import DRAFT, LARGEST, LOOKUP, LOOKUP_KS, Choice, Controller
 from ..costs import ROWS, Costs, measure
-from ..engine import COMPILE_AFTER
+from ..engine import COMPILE_AFTER, Decoder
 from ..identity import compare
 from ..prompts import encode
 from ..types import Options
@@ -22,7 +24,8 @@ from .record import VERSION, Record, Run, check
 from .stats import Probe, rotated
 from .texts import Prompt
 
-WARM_TOKENS, WARM_BOUND = 24, 1024
+WARM_TOKENS, WARM_BOUND, WARM_AUTO_TOKENS = 24, 1024, 48
+AUTO = "auto"
 THEIR_K, COUNTED_K = 2, 4  # where no number was asked for; the first is mlx-lm's own default
 END = -1  # stands for an end token, so that a reply that ends too early differs
 
@@ -41,13 +44,13 @@ class Plan:
 def arms_of(pair: Any, ks: Sequence[int | str], temperatures: Sequence[float], baselines: Sequence[str]) -> list[Arm]:
     """Plain decoding first: every speed-up is over it. Above temperature 0 ours with k = 0 is there too, which has the
     noise that the others must agree with."""
-    theirs = [k for k in ks if k not in (0, "auto")] or [THEIR_K]
+    theirs = [k for k in ks if k not in (0, AUTO)] or [THEIR_K]
     if SPECULATIVE not in baselines or not mlx_lm_drafts(pair):
         theirs = []
     found = []
     for t in temperatures:
         # Without a draft only "auto" may find something to propose.
-        mine = dict.fromkeys([*([0] if t else []), *(k for k in ks if pair.draft is not None or k in (0, "auto"))])
+        mine = dict.fromkeys([*([0] if t else []), *(k for k in ks if pair.draft is not None or k in (0, AUTO))])
         found += [Arm(PLAIN, 0, t), *(Arm(OURS, k, t) for k in mine), *(Arm(SPECULATIVE, k, t) for k in theirs)]
     return found
 
@@ -87,7 +90,7 @@ def _counted(pair: Any, plan: Plan) -> list[int]:
     """The draft lengths whose rounds are counted: those that run and whose costs are known."""
     if pair.draft is None or pair.draft_profile.reason or pair.target_profile.reason:
         return []
-    wanted = [arm.k for arm in plan.arms if arm.k and arm.k != "auto"] or [COUNTED_K]
+    wanted = [arm.k for arm in plan.arms if arm.k and arm.k != AUTO] or [COUNTED_K]
     return sorted({min(k, ROWS - 1, getattr(pair.draft, "largest", None) or k) for k in wanted})
 
 
@@ -102,6 +105,24 @@ def costs_of(costs: Costs, counted: Sequence[dict], card: Any, target: Any, draf
             "ceiling_rounds_per_s": read / (target["bytes"] + k * draft["bytes"]) if k else None}
 
 
+class EveryChoice(Controller):
+    """What `auto` can choose, one after the other: so that nothing is run for the first time while it is timed."""
+
+    largest, sources = LARGEST, (DRAFT, LOOKUP)
+
+    def __init__(self) -> None:
+        self._kinds: Iterator[Choice] | None = None
+
+    def choose(self, length: int, limits: Mapping[str, int], matched: int) -> Choice:
+        if self._kinds is None:
+            lookups = [Choice(k, LOOKUP) for k in LOOKUP_KS if k <= limits.get(LOOKUP, 0)]
+            self._kinds = cycle([*map(Choice, range(limits.get(DRAFT, 0) + 1)), *lookups, Choice(0)])
+        return next(self._kinds)
+
+    def learn(self, choice: Choice, accepted: int, seconds: float) -> None:
+        pass
+
+
 def warm_up(pair: Any, plan: Plan) -> None:
     """Every arm once at each length of attention that short prompts reach; shapes seen here are compiled."""
     bounds = {read_bound(len(ids)): ids for _, ids in plan.prompts if len(ids) <= WARM_BOUND} or {0: plan.prompts[0][1]}
@@ -110,6 +131,14 @@ def warm_up(pair: Any, plan: Plan) -> None:
         for ids in bounds.values():
             for arm in plan.arms:
                 run(arm, pair, ids, options)
+                if arm.k == AUTO:
+                    warm_auto(pair, ids, options)
+
+
+def warm_auto(pair: Any, ids: Sequence[int], options: Options) -> None:
+    decoder = Decoder(pair, ids, options.but(max_tokens=WARM_AUTO_TOKENS), controller=EveryChoice())
+    list(decoder.chunks())
+    decoder.free()
 
 
 def _seconds(pair: Any, plan: Plan, costs: Costs, ids: list[int]) -> float:
