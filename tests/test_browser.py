@@ -189,7 +189,8 @@ def test_drafts_that_fit_are_offered_and_go_into_the_boxes(browser, stub):
     assert tab.input_value("#target textarea, #target input") == "big"
     shown = tab.inner_text("#advised")
     assert "1.50x predicted, k = 3" in shown and "another tokenizer" in shown and shown.count(EVIL[1]) == 2
-    assert "org/small makes big 1.50x as fast" in tab.inner_text(".banner") and tab.problems == []
+    tab.wait_for_function("document.querySelector('.banner').innerText.includes('org/small makes big 1.50x as fast')")
+    assert tab.problems == []
     assert tab.evaluate("document.querySelectorAll('#advised img').length") == 0
 
 
