@@ -24,6 +24,7 @@ from identity import Reply, difference, report_identity
 from measure import each_prompt, machine, note, parser, reached, report_machine, show, table
 from mlx_spec.bench.arms import compile_after, filled
 from mlx_spec.bench.stats import Probe, interval, median, rotated
+from mlx_spec.compiled import Traces
 from mlx_spec.engine import Decoder
 from mlx_spec.types import Options
 
@@ -66,7 +67,7 @@ def gain(way: Callable[..., dict], models: Models, settings: list[Setting], prom
 
 def compiled(pair: Any, ids: list[int], setting: Setting, tokens: int, turn: int, on: bool) -> dict[str, Any]:
     """A reply whose rounds are those that the warm-up compiled, or eager ones."""
-    kept, pair.compiled = pair.compiled, pair.compiled if on else {}
+    kept, pair.compiled = pair.compiled, pair.compiled if on else Traces()
     try:
         with compile_after(NEVER):
             return ours(pair, ids, setting, tokens, turn)
@@ -114,7 +115,7 @@ def build_times(pair: Any, ids: list[int], setting: Setting, rounds: int = BUILD
     options = Options(max_tokens=5 * rounds * (setting.k + 1), num_draft_tokens=setting.k,
                       temperature=setting.temperature, seed=0,
                       should_cancel=lambda: len(calls) > 4 * rounds)
-    Decoder._step, pair.compiled = timed_step, {}
+    Decoder._step, pair.compiled = timed_step, Traces()
     try:
         with compile_after(rounds + 1):
             list(Decoder(pair, ids, options, run_ahead=False).chunks())

@@ -41,6 +41,11 @@ class Choice(NamedTuple):
     matched: int = 0
     probe: bool = False
 
+    @property
+    def drafts(self) -> bool:
+        """Whether the draft proposes, not a lookup."""
+        return self.k > 0 and self.source == DRAFT
+
 
 class Controller(Protocol):
     """Chooses for the next round. largest: bounds every k, so that buffers can be sized; sources:

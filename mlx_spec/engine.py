@@ -23,6 +23,7 @@ import numpy as np
 
 from . import request, sampling
 from .cache import read_bound
+from .compiled import signature
 from .context import CATCH_UP, Context
 from .control import DRAFT, LOOKUP, Choice, Controller
 from .drafters.lookup import Seen
@@ -36,10 +37,6 @@ from .sampling import Sampling
 from .stepwise import stepwise
 from .types import Chunk, FinishReason, Options, Stats, Token
 
-# A trace takes about as long as compiling saves in so many rounds, so a shape is compiled once it has been run this often:
-# at worst it costs twice what knowing beforehand would have.
-COMPILE_AFTER = 24
-KEEP_COMPILED = 24  # shapes that a pair remembers; a trace holds some megabytes
 CLEAR_EVERY = 256  # tokens between two returns of MLX's freed buffers, as in mlx-lm
 
 # MLX evaluates for one caller at a time; held while a round is built, submitted or read, never
@@ -187,7 +184,7 @@ class Decoder:
         if left is not None and left <= self.flights[-1].plan.num_draft_tokens + 1:
             return False
         # A draft that may have missed much, or more than there is, must wait for the count.
-        return not _drafts(self._choose()) or self.missed < min(CATCH_UP, self._readable())
+        return not self._choose().drafts or self.missed < min(CATCH_UP, self._readable())
 
     def _submit(self) -> None:
         submitted, choice, context = self.clock(), self._allowed(self._choose()), self.context
@@ -212,9 +209,9 @@ class Decoder:
         assert 0 <= accepted <= k and all(0 <= i < self.pair.vocab_size for i in ids[: accepted + 1])
         if self.k_max:
             self.controller.learn(choice, accepted, seconds)
-        if not any(_drafts(flight.choice) for flight in self.flights):
+        if not any(flight.choice.drafts for flight in self.flights):
             # Until now every draft counted as kept: the draft has not read its last one, nor a looked up one.
-            self.missed -= int(accepted < k) if _drafts(choice) else k - accepted
+            self.missed -= int(accepted < k) if choice.drafts else k - accepted
         last = "plain" if k == 0 else "bonus" if accepted == k else "correction"
         return choice, [Token(*t) for t in zip(ids, logprobs, ["accepted"] * accepted + [last])]
 
@@ -267,7 +264,7 @@ class Decoder:
     def _leave_unread(self, choice: Choice) -> int:
         """The room for states that a listener leaves for a later round, as many rows as a round can have; 0: it reads."""
         drafter, rows, room = self.context.drafter, choice.k + 1, self.k_max + 1
-        if not (self.context.hears and drafter.layers) or _drafts(choice) or self.unread + rows > room:
+        if not (self.context.hears and drafter.layers) or choice.drafts or self.unread + rows > room:
             self.unread = rows
             return 0
         self.unread += rows
@@ -275,7 +272,7 @@ class Decoder:
 
     def _catch_up(self, choice: Choice) -> int:
         """How many tokens a draft model reads again in a round."""
-        if not _drafts(choice):
+        if not choice.drafts:
             self.missed += choice.k + 1
             return 1
         if self.missed >= CATCH_UP:
@@ -301,7 +298,7 @@ class Decoder:
     def _allowed(self, choice: Choice) -> Choice:
         k = min(choice.k, self.limits.get(choice.source, 0))
         limit = self.pair.draft_max_length
-        if k and _drafts(choice) and limit is not None and self.context.drafts_with_a_model and (
+        if k and choice.drafts and limit is not None and self.context.drafts_with_a_model and (
                 self._longest() + k + 1 > limit):
             self.stats.mode = f"speculative, then without the draft: the draft reads at most {limit} tokens"
             del self.limits[DRAFT]
@@ -332,23 +329,7 @@ class Decoder:
         build = partial(_build, self.context.round, plan)
         if self.exact_history or self.pair.target_profile.reason:
             return build
-        known, key = self.pair.compiled, (self._signature(), plan)
-        uses, step = known.pop(key, (0, build))
-        if uses + 1 == COMPILE_AFTER:
-            step = mx.compile(step)
-        known[key] = uses + 1, step  # the most recent last
-        if len(known) > KEEP_COMPILED:
-            del known[next(iter(known))]
-        return step
-
-    def _signature(self) -> tuple:
-        """What a compiled round depends on beside its plan and the shapes of its arrays."""
-        r, o = self.context.round, self.options
-        drafter = getattr(r.drafter, "signature", id(r.drafter))
-        bias = tuple(sorted(o.logit_bias.items())) if o.logit_bias else None
-        penalties = (o.repetition_penalty, o.repetition_context_size, o.presence_penalty,
-                     o.presence_context_size, o.frequency_penalty, o.frequency_context_size)
-        return r.layers, drafter, r.sampling, r.rule, r.context, bias, penalties
+        return self.pair.compiled.step((signature(self.context.round, self.options), plan), build)
 
     def free(self) -> None:
         """Give the caches back to MLX and MLX's to the system, where no later turn builds on them."""
@@ -362,11 +343,6 @@ class Decoder:
         with _device:
             self._drain()
             return self.context.leave(self.history, self.missed, self.length - len(self.history))
-
-
-def _drafts(choice: Choice) -> bool:
-    """Whether the draft proposes in that round."""
-    return choice.k > 0 and choice.source == DRAFT
 
 
 def _build(round: Round, plan: Plan, state: tuple) -> tuple[tuple, mx.array]:

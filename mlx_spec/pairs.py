@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .compiled import Traces
 from .drafters.saved import about, is_saved, load_saved
 from .names import Entry, catalogue, find, locate, pull
 from .drafters.model import ModelDrafter, RecurrentDrafter
@@ -67,7 +68,7 @@ class Pair:
             draft_max_length = _max_length(draft)
         self.draft_max_length = draft_max_length
         self.end_ids = _end_ids(self.tokenizer)
-        self.compiled: dict = {}
+        self.compiled = Traces()
         self.quantised: dict = {}
         self.costs: Any = None
         self.learnt: dict[str, Any] = {}

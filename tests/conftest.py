@@ -33,9 +33,9 @@ def costs_of_this_run(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def compiled_rounds():
     """Within the short replies of tests too."""
-    from mlx_spec import engine
+    from mlx_spec.compiled import Traces
 
-    engine.COMPILE_AFTER = 8
+    Traces.after = 8
 
 
 # Shapes in the signatures of these two are checked while the tests run.

@@ -20,6 +20,8 @@ from mlx_spec import cli, engine, request, verify
 from mlx_spec.bench import arms, card, compare, figures, plot, record, render, run, texts
 from mlx_spec.bench.arms import OURS, PLAIN, SPECULATIVE, Arm
 from mlx_spec.bench.stats import difference, interval, shared_error, spread
+from mlx_spec.compiled import Traces
+from mlx_spec.control import DRAFT, LARGEST, LOOKUP, LOOKUP_KS
 from mlx_spec.costs import Costs
 from mlx_spec.types import Options
 
@@ -124,6 +126,24 @@ def test_prompts_that_cannot_be_read_are_one_clear_line(tmp_path):
 
 
 # --- runs
+
+
+@pytest.mark.parametrize("draft", ["noisy", "deep heads", None])
+def test_the_warm_up_has_run_all_that_auto_can_choose(draft, monkeypatch):
+    """A round that is traced while it is timed counts as slow, and auto has many kinds of rounds."""
+    ran, pair = [], helpers.pair(draft=draft)
+    original = engine.Decoder._plan
+    monkeypatch.setattr(engine.Decoder, "_plan", lambda self, choice: (ran.append((choice.k, choice.source)), original(self, choice))[1])
+    run.warm_auto(pair, tiny.PROMPT, Options())
+    largest = min(LARGEST, getattr(pair.draft, "largest", LARGEST)) if draft else 0
+    assert {(k, DRAFT) for k in range(largest + 1)} | {(k, LOOKUP) for k in LOOKUP_KS} <= set(ran)
+    compiled = []
+    with arms.compile_after(1):
+        run.warm_auto(pair, tiny.PROMPT, Options())
+        step = Traces.step
+        monkeypatch.setattr(Traces, "step", lambda self, key, build: (compiled.append(key not in self._known), step(self, key, build))[1])
+        arms.run(Arm(OURS, 2 if draft else 0, 0.0), pair, tiny.PROMPT, Options(max_tokens=20))
+    assert len(compiled) > 3 and sum(compiled) <= 2
 
 
 def test_every_row_says_what_ran_and_greedy_replies_are_plain_ones(bench):

@@ -21,8 +21,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from test_cache import Stream, random_stream
 from test_round import rounds
 
-from mlx_spec import engine
 from mlx_spec.cache import Cursor, Pass, adopt, flat, rung
+from mlx_spec.compiled import Traces
 from mlx_spec.engine import Decoder
 from mlx_spec.memory import recall
 from mlx_spec.pairs import Pair
@@ -59,7 +59,7 @@ def reference(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_speculation_never_changes_the_tokens(name, monkeypatch):
     """A17: whatever is kept of a round, with k changing on the way."""
-    monkeypatch.setattr(engine, "COMPILE_AFTER", 1 << 30)  # compiled in the tests below; here it would cost a minute
+    monkeypatch.setattr(Traces, "after", 1 << 30)  # compiled in the tests below; here it would cost a minute
     p = pair(name)
     decoder, ids = decode(p, tiny.PROMPT, max_tokens=LONG.get(name, N), controller=Scripted(1, 4, 2, 8))
     assert ids == reference(name)

@@ -11,7 +11,7 @@ import tiny
 from helpers import decode, pair, plain, text_pair
 
 import mlx_spec
-from mlx_spec import engine
+from mlx_spec.compiled import Traces
 from mlx_spec.pairs import Pair
 
 OPTIONS = {"dense": {}, "quantised": dict(kv_bits=8, kv_group_size=32)}
@@ -177,7 +177,7 @@ def test_memory_is_flat_over_many_requests():
 
 def test_a_pair_remembers_a_bounded_number_of_compiled_rounds(monkeypatch):
     """A81: each new temperature is a new trace."""
-    monkeypatch.setattr(engine, "KEEP_COMPILED", 5)
+    monkeypatch.setattr(Traces, "most", 5)
     p = Pair(tiny.make("llama"), tiny.make("llama", 1))
     for i in range(12):
         mlx_spec.generate(p, tiny.PROMPT, max_tokens=6, temperature=0.5 + i / 100, seed=1)

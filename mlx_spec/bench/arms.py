@@ -17,6 +17,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from .. import engine
+from ..compiled import Traces
 from ..prefill import prefill
 from ..types import Options
 
@@ -134,12 +135,12 @@ def is_model(draft: Any) -> bool:
 @contextmanager
 def compile_after(uses: int) -> Iterator[None]:
     """Compile a shape at its so many-th use, and forget none: there are more arms than a pair remembers."""
-    kept = engine.COMPILE_AFTER, engine.KEEP_COMPILED
-    engine.COMPILE_AFTER, engine.KEEP_COMPILED = uses, NEVER
+    kept = Traces.after, Traces.most
+    Traces.after, Traces.most = uses, NEVER
     try:
         yield
     finally:
-        engine.COMPILE_AFTER, engine.KEEP_COMPILED = kept
+        Traces.after, Traces.most = kept
 
 
 def count_rounds(pair: Any, ids: Sequence[int], k: int, rounds: int = 8) -> dict[str, float]:

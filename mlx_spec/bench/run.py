@@ -12,9 +12,10 @@ from itertools import cycle
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from ..cache import read_bound
+from ..compiled import Traces
 from ..control import DRAFT, LARGEST, LOOKUP, LOOKUP_KS, Choice, Controller
 from ..costs import ROWS, Costs, measure
-from ..engine import COMPILE_AFTER, Decoder
+from ..engine import Decoder
 from ..identity import compare
 from ..prompts import encode
 from ..types import Options
@@ -70,7 +71,7 @@ def bench(pair: Any, plan: Plan, draft_name: str | None, arguments: dict[str, An
     found, finished = [], True
     tell = lambda done, of, left: note(f"prompt {done} of {of}, about {_time(left)} left")  # noqa: E731
     try:
-        with compile_after(COMPILE_AFTER):
+        with compile_after(Traces.after):
             for row in runs(pair, plan, costs, Probe(), tell):
                 found.append(row)
     except KeyboardInterrupt:
