@@ -30,12 +30,14 @@ LOOKUP = "prompt lookup"
 PROMPTS, TOKENS = 8, 48  # and so many of each reply
 TRIED_K = 4  # where acceptance is read off; further places are taken to be like the last
 WORTH = 1.02  # less is not told from noise
+Replied = tuple[Sequence[int], Sequence[int]]  # a prompt and its greedy reply
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One draft. speedup: over plain decoding, predicted for k drafts a round; 1.0 and 0 where no k
-    pays. acceptance: by place, each once those before it stood. error: why it can't be used."""
+    """One draft. speedup: over plain decoding, predicted for k drafts a round and prompt lookup where it finds something,
+    as `auto` has them; k = 0: the draft would be left alone. acceptance: by place, each once those before
+    it stood. error: why it can't be used."""
 
     draft: str
     k: int = 0
@@ -46,7 +48,7 @@ class Advice:
 
     @property
     def helps(self) -> bool:
-        return self.speedup >= WORTH
+        return self.k > 0 and self.speedup >= WORTH
 
 
 def advise(pair: Pair, folders: Sequence[str | Path] = (), prompts: Sequence[str] = texts.CATEGORIES[:4],
@@ -66,12 +68,14 @@ def advise(pair: Pair, folders: Sequence[str | Path] = (), prompts: Sequence[str
     reply = partial(_reply, Options(max_tokens=TOKENS, should_cancel=should_cancel))
     on_draft(LOOKUP)
     alone = Pair(pair.target, None, pair.tokenizer, name=pair.name)
-    found = [_lookup(measure(alone, again=True), [(i, reply(alone, i, 0)[1]) for i in ids])]
+    replies = [(i, reply(alone, i, 0)[1]) for i in ids]
+    _, k, gain = _predict(measure(alone, again=True), (), replies)
+    found = [Advice(LOOKUP, k, gain)]
     for name in names:
         on_draft(name)
         try:
             _check(pair, locate(name))
-            found.append(_try(join(alone, name), name, ids, reply))
+            found.append(_try(join(alone, name), name, reply, replies))
         except SpecError as e:
             found.append(Advice(name, error=str(e)))
     return sorted(found, key=lambda a: (a.error is not None, -a.speedup))
@@ -122,17 +126,17 @@ def _check(pair: Pair, path: Path) -> None:
         compare_tokenizers(pair.tokenizer, tokenizer)
 
 
-def _try(pair: Pair, name: str, ids: Sequence[Sequence[int]], reply: Callable) -> Advice:
+def _try(pair: Pair, name: str, reply: Callable, replies: Sequence[Replied]) -> Advice:
     if pair.draft_profile.reason:
         raise PairError(pair.draft_profile.reason)
-    runs = [reply(pair, i, TRIED_K)[0].stats for i in ids]
+    runs = [reply(pair, ids, TRIED_K)[0].stats for ids, _ in replies]
     stood = [sum(sum(s.accepted_by_position[i : i + 1]) for s in runs) for i in range(TRIED_K)]
     judged = [sum(sum(s.drafted_by_position[:1]) for s in runs), *stood[:-1]]
     found = [s / j for s, j in zip(stood, judged) if j]
     limit = getattr(pair.draft, "largest", LARGEST)
     acceptance = (found + [found[-1]] * LARGEST)[: min(limit, LARGEST)] if found else []
     costs = measure(pair, again=True)
-    k, gain = best(costs, acceptance)
+    k, _, gain = _predict(costs, acceptance, replies)
     return Advice(name, k, gain, tuple(acceptance), costs.c)
 
 
@@ -144,21 +148,24 @@ def _reply(options: Options, pair: Pair, ids: Sequence[int], k: int) -> tuple[De
     return decoder, got
 
 
-def _lookup(costs: Costs, replies: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Advice:
-    """What prompt lookup would have done with replies that are known; a round without a match is plain."""
+def _predict(costs: Costs, acceptance: Sequence[float], replies: Sequence[Replied]) -> tuple[int, int, float]:
+    """(k of the draft, k of lookup, speed-up) of the two together, on replies that are known: a round without a match is the
+    draft's, or plain. 0: it does not pay."""
+    drafted, gain = best(costs, acceptance)
+    token_s = costs.rows_s[0] / gain
     plain = sum(len(reply) for _, reply in replies) * costs.rows_s[0]
-    spent = {k: sum(_looked_up(costs, ids, reply, k) for ids, reply in replies) for k in LOOKUP_KS}
-    k = min(spent, key=spent.get)
-    gain = plain / spent[k] if spent[k] else 1.0
-    return Advice(LOOKUP, k, gain) if gain > 1 else Advice(LOOKUP)
+    spent = {k: sum(_replayed(costs, ids, reply, k, token_s) for ids, reply in replies) for k in (0, *LOOKUP_KS)}
+    looked_up = min(spent, key=spent.get)
+    return drafted, looked_up, plain / spent[looked_up] if plain else 1.0
 
 
-def _looked_up(costs: Costs, ids: Sequence[int], reply: Sequence[int], k: int) -> float:
+def _replayed(costs: Costs, ids: Sequence[int], reply: Sequence[int], k: int, token_s: float) -> float:
+    """Seconds. token_s: of a token that is not looked up."""
     seen, seconds, at = Seen(ids), 0.0, 0
     while at < len(reply):
         wanted, found = reply[at : at + k + 1], seen.continuation(k)
         kept = next((i for i, (a, b) in enumerate(zip(found, wanted)) if a != b), min(len(found), len(wanted)))
-        seconds += costs.rows_s[k if found else 0]
+        seconds += costs.rows_s[k] if found else token_s
         seen.add(reply[at : at + kept + 1])
         at += kept + 1
     return seconds

@@ -64,21 +64,31 @@ def test_every_draft_is_tried_and_what_can_not_be_used_is_said(shelf):
     assert usable == sorted(usable, reverse=True) and min(usable) >= 1
 
 
-def test_the_prediction_is_that_of_the_costs_and_the_acceptance(shelf):
-    [found] = [a for a in advise(load(str(shelf / "target"), False), [shelf / "drafts/half"]) if a.draft != LOOKUP]
-    costs = Costs(FLAT, 0.1)
-    wanted = max([1.0, *(costs.speedup(found.acceptance, k) for k in range(1, 9))])
-    assert found.speedup == pytest.approx(wanted) and (found.k == 0) == (wanted == 1)
+def test_without_anything_to_look_up_the_prediction_is_that_of_the_costs_and_the_acceptance():
+    costs, new = Costs(FLAT, 0.1), [(list(range(20)), list(range(30, 90)))]
+    for a in (0.0, 0.3, 0.9):
+        k, looked_up, gain = module._predict(costs, (a,) * 8, new)
+        assert gain == pytest.approx(max([1.0, *(costs.speedup((a,) * 8, k) for k in range(1, 9))])) and looked_up == 0
+        assert (k == 0) == (gain == 1)
 
 
 def test_lookup_is_predicted_by_replaying_known_replies():
-    costs = Costs(FLAT, None)
-    copied = module._lookup(costs, [(list(range(20)), list(range(4, 20)))] )
-    new = module._lookup(costs, [(list(range(20)), list(range(30, 50)))])
-    assert copied.draft == new.draft == LOOKUP and new.k == 0 and new.speedup == 1
-    phrase = list(range(40))
-    again = module._lookup(costs, [([*phrase, 50, *phrase[:3]], phrase[3:])])
-    assert again.k == 8 and again.speedup == pytest.approx(37 / (5 * 1.02))
+    costs, phrase = Costs(FLAT, None), list(range(40))
+    assert module._predict(costs, (), [(list(range(20)), list(range(30, 50)))]) == (0, 0, 1.0)
+    drafted, looked_up, gain = module._predict(costs, (), [([*phrase, 50, *phrase[:3]], phrase[3:])])
+    assert (drafted, looked_up) == (0, 8) and gain == pytest.approx(37 / (5 * 1.02))
+
+
+def test_a_draft_and_lookup_gain_together():
+    """As `auto` has them: half of the reply is new, and the draft is right about it; half is a copy."""
+    costs, phrase, new = Costs(FLAT, 0.1), list(range(40)), list(range(100, 137))
+    replies = [([*phrase, 50, *phrase[:3]], [*phrase[3:], *new])]
+    _, _, alone = module._predict(costs, (), replies)
+    k, looked_up, both = module._predict(costs, (0.8,) * 8, replies)
+    own = costs.speedup((0.8,) * 8, k)
+    assert both > 1.1 * max(alone, own) and looked_up == 8
+    assert both == pytest.approx(74 / (37 / own + 5 * 1.02), rel=0.03)
+    assert module._predict(costs, (0.0,) * 8, replies)[::2] == (0, alone)
 
 
 def test_candidates_are_smaller_than_the_target_and_named_once(shelf):

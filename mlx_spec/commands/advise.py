@@ -12,8 +12,8 @@ from ..bench import texts
 HELP = "which draft fits this target?"
 USAGE = "--target MODEL [--drafts DIR ...] [options]"
 ABOUT = """Try every draft on this machine (the hub's cache, --drafts, the catalogue's) that has the target's tokenizer, predict
-from measured costs and acceptance how much faster each makes it, and print the command for the best. Nothing is downloaded
-but the target. Close everything else first."""
+from measured costs and acceptance how much faster it makes the target, prompt lookup included, and print the command for the
+best. k = 0: the draft adds nothing to lookup. Nothing is downloaded but the target. Close everything else first."""
 
 
 def fill(parser: argparse.ArgumentParser) -> None:

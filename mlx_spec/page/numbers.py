@@ -69,7 +69,7 @@ def speed_of(speedup: float | None) -> tuple[str, str]:
 
 def gain(advice: Any) -> str:
     """What a draft is predicted to bring."""
-    return f"{advice.speedup:.2f}x predicted, k = {advice.k}" if advice.helps else "no gain predicted"
+    return f"{advice.speedup:.2f}x predicted, k = {advice.k}" if advice.helps else "no gain of its own predicted"
 
 
 def verdict_html(reply: Any) -> str:
