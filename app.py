@@ -114,7 +114,7 @@ class Page:
             self.pair = gr.Dropdown(value=None, label="Pairs by name", elem_id="pair")
             with gr.Row():
                 self.target = gr.Textbox(label="or any target: owner/name or a folder", min_width=260, elem_id="target")
-                self.draft = gr.Textbox(label="and its draft (empty: none)", min_width=260, elem_id="draft")
+                self.draft = gr.Textbox(label="and its draft (empty: the pair's own, if it has one; none: no draft)", min_width=260, elem_id="draft")
             with gr.Row():
                 self.load_button = gr.Button("Load", variant="primary", size="sm", elem_id="load")
                 self.cancel_button = gr.Button("Cancel", size="sm", elem_id="cancel")
@@ -145,7 +145,7 @@ class Page:
         self.pair.input(lambda: ("", ""), None, [self.target, self.draft], **quiet)
         self.load_button.click(self.load, [self.pair, self.target, self.draft], self.banner, api_name="load", **hidden)
         self.cancel_button.click(self.cancel_load, None, self.banner, **quiet)
-        self.advise_button.click(self.advise, None, self.banner, api_name="advise", **hidden)
+        self.advise_button.click(self.advise, None, [self.banner, self.advised], api_name="advise", **hidden)
         self.advised.input(self.chosen, self.advised, [self.target, self.draft], **quiet)
         gr.Timer(1.0).tick(self.banner_html, None, self.banner, **quiet)
         self.banner.change(self.news, None, [self.pair, self.advised], **quiet)
@@ -272,12 +272,12 @@ class Page:
             gr.Warning("Choose a pair by name, or write a target's.")
         return self.banner_html()
 
-    def advise(self) -> str:
+    def advise(self) -> tuple[str, dict]:
         try:
             self.stage.advise()
         except SpecError as error:
             gr.Warning(str(error))
-        return self.banner_html()
+        return self.banner_html(), self.drafts()
 
     def news(self) -> tuple[dict, dict]:
         """What there is to choose from once something was loaded, or advice was found."""
@@ -286,10 +286,9 @@ class Page:
     def drafts(self) -> dict:
         """Those that were tried, the best first; what can't be chosen is told below them."""
         target, found = self.stage.advice
-        chosen = [a for a in found if a.error is None and a.c is not None]
-        other = [f"{a.draft}: {a.error or numbers.gain(a)}" for a in found if a not in chosen]
-        return gr.update(choices=[(f"{a.draft} · {numbers.gain(a)}", a.draft) for a in chosen], value=None, visible=bool(found),
-                         label=f"Drafts for {target}, the best first", info=" · ".join(other))
+        choices = [(f"{a.draft} · {numbers.gain(a)}", a.name) for a in found if a.error is None]
+        useless = " · ".join(f"{a.draft}: {a.error}" for a in found if a.error)
+        return gr.update(choices=choices, value=None, visible=bool(found), label=f"Drafts for {target}, the best first", info=useless)
 
     def chosen(self, draft: str) -> tuple[str, str]:
         """Into the boxes: Load takes it from there."""

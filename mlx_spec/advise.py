@@ -4,10 +4,10 @@ measured costs and from how often its tokens stand on a few real prompts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence
 
 from huggingface_hub import CacheNotFound, scan_cache_dir
 from mlx_lm.utils import load_tokenizer
@@ -20,7 +20,7 @@ from .drafters.saved import is_saved
 from .engine import Decoder
 from .errors import PairError, SpecError, first_line
 from .hub import cached_repo
-from .names import catalogue, find, locate
+from .names import NO_DRAFT, catalogue, find, locate
 from .pairs import Pair, compare_tokenizers, join
 from .prefill import Cancelled
 from .prompts import encode
@@ -47,35 +47,39 @@ class Advice:
     error: str | None = None
 
     @property
+    def name(self) -> str:
+        """As `load` takes it."""
+        return NO_DRAFT if self.draft == LOOKUP else self.draft
+
+    @property
     def helps(self) -> bool:
         return self.k > 0 and self.speedup >= WORTH
 
 
 def advise(pair: Pair, folders: Sequence[str | Path] = (), prompts: Sequence[str] = texts.CATEGORIES[:4],
-           on_draft: Callable[[str], None] = lambda name: None,
+           on_prompt: Callable[[str, int], None] = lambda draft, done: None,
            should_cancel: Callable[[], bool] | None = None) -> list[Advice]:
     """Every draft for a pair's target, the best first, then those that can't be used.
 
     folders: where drafts are, beside the hub's cache and the catalogue; a draft itself, or a folder
-    of them. prompts: kinds of `bench/texts.py`, or .jsonl files; 8 in all are used. on_draft: told
-    each name before it is tried. should_cancel: asked every round. Evaluates, and loads one draft at
-    a time. Raises ValueError and SpecError where the target or the prompts are of no use, and Cancelled.
+    of them. prompts: kinds of `bench/texts.py`, or .jsonl files; 8 in all are used. on_prompt: told,
+    before each prompt, the draft and how many prompts it has done. should_cancel: asked every round.
+    Evaluates, and loads one draft at a time. Raises ValueError and SpecError where the target or the prompts are of no use, and Cancelled.
     """
     if pair.target_profile.reason:
         raise SpecError(f"{pair.name} decodes plainly with every draft: {pair.target_profile.reason}")
     ids = [encode(pair.tokenizer, p.messages, vocab_size=pair.vocab_size)[0] for p in _prompts(prompts)]
     names = list(candidates(str(pair.name), folders))
     reply = partial(_reply, Options(max_tokens=TOKENS, should_cancel=should_cancel))
-    on_draft(LOOKUP)
     alone = Pair(pair.target, None, pair.tokenizer, name=pair.name)
-    replies = [(i, reply(alone, i, 0)[1]) for i in ids]
-    _, k, gain = _predict(measure(alone, again=True), (), replies)
+    replies = [(i, reply(alone, i, 0)[1]) for i in _told(ids, partial(on_prompt, LOOKUP))]
+    costs = measure(alone, again=True)
+    _, k, gain = _predict(costs, (), replies)
     found = [Advice(LOOKUP, k, gain)]
     for name in names:
-        on_draft(name)
         try:
             _check(pair, locate(name))
-            found.append(_try(join(alone, name), name, reply, replies))
+            found.append(_try(join(alone, name), name, reply, replies, costs, partial(on_prompt, name)))
         except SpecError as e:
             found.append(Advice(name, error=str(e)))
     return sorted(found, key=lambda a: (a.error is not None, -a.speedup))
@@ -111,6 +115,15 @@ def _size(path: Path) -> int:
     return sum(p.stat().st_size for p in path.glob("*.safetensors")) if path.is_dir() else path.stat().st_size
 
 
+def verdict(target: str, found: Sequence[Advice]) -> str:
+    """What to do, in a sentence."""
+    best = found[0]
+    if not best.helps:
+        return f"none helps here: leave {target} to decode plainly, or train a draft for it (mlx_spec train --help)"
+    gain = f"makes {target} {best.speedup:.2f}x as fast, as predicted"
+    return f"prompt lookup without a draft {gain}" if best.draft == LOOKUP else f"{best.draft} {gain}, prompt lookup included"
+
+
 def _prompts(names: Sequence[str]) -> list[texts.Prompt]:
     """As many of each kind."""
     return texts.load(names, -(-PROMPTS // len(names)) if names else None)[:PROMPTS]
@@ -126,16 +139,24 @@ def _check(pair: Pair, path: Path) -> None:
         compare_tokenizers(pair.tokenizer, tokenizer)
 
 
-def _try(pair: Pair, name: str, reply: Callable, replies: Sequence[Replied]) -> Advice:
+def _told(ids: Sequence[Any], tell: Callable[[int], None]) -> Iterator[Any]:
+    for done, prompt in enumerate(ids):
+        tell(done)
+        yield prompt
+
+
+def _try(pair: Pair, name: str, reply: Callable, replies: Sequence[Replied], alone: Costs, tell: Callable[[int], None]) -> Advice:
     if pair.draft_profile.reason:
         raise PairError(pair.draft_profile.reason)
-    runs = [reply(pair, ids, TRIED_K)[0].stats for ids, _ in replies]
+    runs = [reply(pair, ids, TRIED_K)[0].stats for ids, _ in _told(replies, tell)]
     stood = [sum(sum(s.accepted_by_position[i : i + 1]) for s in runs) for i in range(TRIED_K)]
     judged = [sum(sum(s.drafted_by_position[:1]) for s in runs), *stood[:-1]]
     found = [s / j for s, j in zip(stood, judged) if j]
     limit = getattr(pair.draft, "largest", LARGEST)
     acceptance = (found + [found[-1]] * LARGEST)[: min(limit, LARGEST)] if found else []
-    costs = measure(pair, again=True)
+    own = measure(pair, again=True)
+    scale = alone.rows_s[0] / own.rows_s[0]  # of a machine that has become slower or faster since
+    costs = replace(alone, step_s=scale * own.step_s, start_s=scale * own.start_s)
     k, _, gain = _predict(costs, acceptance, replies)
     return Advice(name, k, gain, tuple(acceptance), costs.c)
 

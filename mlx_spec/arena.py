@@ -148,12 +148,12 @@ class Arena:
         return self.worker.ask(work)
 
     def advise(self) -> Job:
-        """Events: the name of each draft before it is tried on the pair's target, then a list of Advice, unless it was
+        """Events: (draft, prompts done) while drafts are tried on the pair's target, then a list of Advice, unless it was
         cancelled. Takes minutes, in which nothing else runs."""
 
         def work(job: Job) -> None:
             with suppress(Cancelled):
-                job.tell(advise(self.pair, on_draft=job.tell, should_cancel=job.cancelled))
+                job.tell(advise(self.pair, on_prompt=lambda *tried: job.tell(tried), should_cancel=job.cancelled))
 
         return self.worker.ask(work)
 

@@ -20,6 +20,9 @@ else:
     import tomli as tomllib
 
 
+NO_DRAFT = "none"  # in place of a draft's name
+
+
 @dataclass(frozen=True)
 class Entry:
     """A pair of the catalogue. memory_bytes: what a chat of some thousand tokens needs. draft: a hub repository,

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .compiled import Traces
 from .drafters.saved import about, is_saved, load_saved
-from .names import Entry, catalogue, find, locate, pull
+from .names import NO_DRAFT, Entry, catalogue, find, locate, pull
 from .drafters.model import ModelDrafter, RecurrentDrafter
 from .errors import PairError, SpecError
 from .folder import apply_adapter, load_folder
@@ -162,17 +162,19 @@ def load(target: str | Path, draft: str | Path | bool | None = None, *, adapter_
 
     target: a name of the catalogue, a hub repository, an mlx-lm model folder or a .gguf file. draft: likewise, or a
     draft on the target's hidden states; None is the catalogue's draft if the target's name is a pair's, otherwise no
-    draft; False is no draft. The target's adapter never reaches it. draft_required: False turns a draft that fails into
+    draft; False and "none" are no draft. The target's adapter never reaches it. draft_required: False turns a draft that fails into
     a note on a pair without one. on_progress: called with (bytes done, bytes in all) while downloading.
     """
     target = str(target)
     entry = find(target)
+    if draft is not False and not isinstance(draft, (str, os.PathLike, type(None))):
+        raise PairError(f"draft must be a name or a folder, None (the pair's own) or False (none); got {draft!r}")
     if draft is None and entry is not None:
         draft = entry.draft_name
     if draft == "self":
         draft, draft_revision = target, draft_revision or revision
     model, tokenizer, notes = _load_one(target, adapter_path, revision, trust_remote_code, on_progress)
-    if draft is None or draft is False:
+    if draft in (None, False, NO_DRAFT):
         return Pair(model, None, tokenizer, name=target, notes=notes)
     try:
         if (str(draft), draft_revision, draft_adapter_path) == (target, revision, adapter_path):

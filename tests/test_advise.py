@@ -13,6 +13,7 @@ from mlx_spec import cli
 from mlx_spec.advise import LOOKUP, advise, candidates
 from mlx_spec.arena import Arena
 from mlx_spec.costs import Costs
+from mlx_spec.errors import PairError
 from mlx_spec.page.stage import Stage
 from mlx_spec.pairs import load
 from mlx_spec.prefill import Cancelled
@@ -120,7 +121,20 @@ def test_the_command_prints_a_table_and_the_winners_command(shelf, capsys, monke
     assert cli.main(["advise", "--target", target, "--drafts", str(shelf / "drafts"), "--prompts", "code"]) == 0
     shown = capsys.readouterr()
     assert "can't be used: the draft has another tokenizer" in shown.out and "trying" in shown.err
-    assert shown.out.strip().splitlines()[-1].startswith(f"mlx_spec generate --target {target} --draft {shelf}/drafts/half ")
+    *_, said, command = shown.out.strip().splitlines()
+    assert said.startswith(f"{shelf}/drafts/half makes {target}") and command.startswith(f"mlx_spec generate --target {target} --draft {shelf}/drafts/half ")
+
+
+def test_where_lookup_alone_wins_the_command_is_one_without_a_draft(shelf, capsys, monkeypatch):
+    """Also where the target's name is that of a pair with a draft."""
+    monkeypatch.setattr(module, "advise", lambda *_: [module.Advice(LOOKUP, 4, 1.2), module.Advice("org/small", 0, 1.2, (0.1,), 0.4)])
+    target = str(shelf / "target")
+    assert cli.main(["advise", "--target", target]) == 0
+    *_, said, command = capsys.readouterr().out.strip().splitlines()
+    assert said == f"prompt lookup without a draft makes {target} 1.20x as fast, as predicted" and "--draft none " in command
+    assert load(target, "none").draft is None
+    with pytest.raises(PairError, match="False"):
+        load(target, True)
 
 
 def test_where_none_helps_the_command_says_so(shelf, capsys, monkeypatch):
@@ -141,8 +155,9 @@ def test_wrong_prompts_are_said_before_anything_is_loaded(capsys):
 def test_a_search_that_is_cancelled_ends_within_a_round(shelf):
     tried, half = [], str(shelf / "drafts/half")
     with pytest.raises(Cancelled):
-        advise(load(str(shelf / "target"), False), [shelf / "drafts"], on_draft=tried.append, should_cancel=lambda: half in tried)
-    assert tried[-1] == half
+        advise(load(str(shelf / "target"), False), [shelf / "drafts"], on_prompt=lambda *now: tried.append(now),
+               should_cancel=lambda: (half, 0) in tried)
+    assert tried[:2] == [(LOOKUP, 0), (LOOKUP, 1)] and tried[-1] == (half, 0)
 
 
 @pytest.fixture
@@ -161,17 +176,21 @@ def page(shelf, monkeypatch):
 def test_the_page_offers_the_same_list(shelf, page, monkeypatch):
     monkeypatch.setattr(module, "measure", lambda pair, again: Costs(FLAT, None if pair.draft is None else 0.0))
     assert page.drafts()["visible"] is False
-    assert 'class="banner loading"' in page.advise()
+    assert 'class="banner loading"' in page.advise()[0]
     wait(page)
     offered, half = page.news()[1], str(shelf / "drafts/half")
     found = {a.draft: a for a in advise(load(str(shelf / "target"), False), [shelf / "drafts"])}
     assert offered["visible"] and offered["choices"][0] == (f"{half} · {found[half].speedup:.2f}x predicted, k = {found[half].k}", half)
-    assert {name for _, name in offered["choices"]} == {half, str(shelf / "drafts/stranger")}
-    assert "another tokenizer" in offered["info"] and f"{LOOKUP}: " in offered["info"]
-    assert page.stage.kind == "ready" and half in page.banner_html() and "choose it" in page.banner_html()
-    page.load(None, *page.chosen(half))
+    assert {name for _, name in offered["choices"]} == {half, str(shelf / "drafts/stranger"), "none"}
+    assert "another tokenizer" in offered["info"] and page.stage.kind == "ready" and f"{half} makes" in page.banner_html()
+    for draft in (half, "none"):
+        page.load(None, *page.chosen(draft))
+        wait(page)
+        assert page.stage.kind == "ready" and (page.stage.arena.pair.draft is None) == (draft == "none")
+    assert "without a draft is ready" in page.stage.status
+    assert page.advise()[1]["visible"] is False  # what was found before is not shown as if it were new
+    page.cancel_load()
     wait(page)
-    assert page.stage.kind == "ready" and page.stage.arena.pair.draft is not None
 
 
 def test_a_search_on_the_page_can_be_cancelled_and_the_pair_still_answers(shelf, page, monkeypatch):

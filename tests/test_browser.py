@@ -180,7 +180,7 @@ def test_drafts_that_fit_are_offered_and_go_into_the_boxes(browser, stub):
     offered = [Advice("org/small", 3, 1.5, (0.8,), 0.1), Advice(f"org/{EVIL[1]}", c=0.3), Advice("prompt lookup"),
                Advice(f"org/other {EVIL[1]}", error="the draft has another tokenizer")]
     arena.pair.name = "big"
-    arena.advise = lambda: arena.worker.ask(lambda job: (job.tell("org/small"), job.tell(offered)))
+    arena.advise = lambda: arena.worker.ask(lambda job: (job.tell(("org/small", 3)), job.tell(offered)))
     tab = visit(browser, address)
     tab.click("#models button")
     tab.click("#advise")

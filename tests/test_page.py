@@ -215,7 +215,8 @@ def test_earlier_turns_follow_the_formatting_switch(page):
     (reply(verdict=None, temperature=0.7, verify="block"), ("won", "1.62x faster · texts are not comparable token by token")),
     (reply(verdict=None, finish="cancelled"), ("won", "1.62x faster · stopped")),
     (reply(tps=(10.0, 10.1)), ("open", "as fast as plain · identical")),
-    (reply(done=False), ("won", "1.62x faster so far")),
+    (reply(words="abcdefgh", done=False), ("won", "1.62x faster so far")),
+    (reply(done=False), ("open", "too short to time so far")),
     (reply(words=("a",)), ("open", "too short to time · identical")),
     (reply(mode="plain"), ("open", "")),
 ])

@@ -16,6 +16,7 @@ ALL = "all"
 # What a whole process is off by, on logarithms, and can't see itself: beyond their prompts the speed-ups of ten
 # processes of one build varied by so much (benchmarks/bench_power.py, on Linux). Of pooled records, less.
 PROCESS = 0.03
+FEW_PROMPTS = 3  # of which advice is no more than a guess
 POOLED = 1000  # repetitions between those of one record and of the next, where several are pooled
 
 
@@ -158,6 +159,8 @@ def advice(record: Record) -> str:
         if (row and row.arm.k) != (main and main.arm.k):
             others.setdefault(_use(row), []).append(category)
     parts = [_use(main), *(f"for {', '.join(names)} {use}" for use, names in others.items())]
+    if len({run["prompt"] for run in record["runs"]}) < FEW_PROMPTS:
+        parts.append(f"with fewer than {FEW_PROMPTS} prompts that is a guess")
     where = record["card"]["chip"] or record["card"]["system"]
     return f"On this {where}{' (CPU)' if record['card']['device'] == 'cpu' else ''} {'; '.join(parts)}."
 

@@ -67,7 +67,7 @@ def bench(pair: Any, plan: Plan, draft_name: str | None, arguments: dict[str, An
     counted = [count_rounds(pair, first, k) for k in _counted(pair, plan)]
     note("warming up")
     warm_up(pair, plan)
-    note(f"{len(plan.prompts)} prompts, {len(plan.arms)} arms: about {_time(_seconds(pair, plan, costs, first))}")
+    note(f"{len(plan.prompts)} prompt{'s' * (len(plan.prompts) > 1)}, {len(plan.arms)} arms: about {_time(_seconds(pair, plan, costs, first))}")
     found, finished = [], True
     tell = lambda done, of, left: note(f"prompt {done} of {of}, about {_time(left)} left")  # noqa: E731
     try:

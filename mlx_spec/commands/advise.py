@@ -26,12 +26,12 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..advise import advise
+    from ..advise import advise, verdict
     from ..pairs import load
 
     texts.load(args.prompts.split(","), 1)  # what is wrong with them is said before anything is loaded
     found = advise(load(args.target, False), args.drafts, args.prompts.split(","),
-                   lambda name: print(f"trying {name}", file=sys.stderr, flush=True))
+                   lambda name, done: print(f"trying {name}", file=sys.stderr, flush=True) if not done else None)
     if args.json:
         print(json.dumps([asdict(a) for a in found], indent=1), flush=True)
         return 0
@@ -43,15 +43,8 @@ def run(args: argparse.Namespace) -> int:
     widths = [max(len(row[i]) for row in rows if len(row) > 2) for i in range(5)]
     for row in rows:
         print("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip())
-    print("\n" + _verdict(args.target, found), flush=True)
+    print("\nacceptance: by place in the round, of four drafts a round; c: a draft step over a target step")
+    print(verdict(args.target, found), flush=True)
+    if found[0].helps:
+        print(f"mlx_spec generate --target {args.target} --draft {found[0].name} --prompt ...", flush=True)
     return 0
-
-
-def _verdict(target: str, found: list) -> str:
-    from ..advise import LOOKUP
-
-    winner = found[0]
-    if not winner.helps:
-        return "none helps here: decode plainly, or train a draft (mlx_spec train --help)"
-    draft = "" if winner.draft == LOOKUP else f" --draft {winner.draft}"
-    return f"mlx_spec generate --target {target}{draft} --prompt ..."

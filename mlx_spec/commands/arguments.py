@@ -16,7 +16,8 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     one("--target", "--model", metavar="MODEL", help="the model that answers; also a pair's name")
     add = group.add_argument
     add("--draft-model", "--draft", metavar="MODEL",
-        help="the model that proposes (default: the pair's; with a --target of your own, none: what can be looked up in the text is proposed)")
+        help="the model that proposes; none: what can be looked up in the text is proposed (default: the pair's; with a --target of your "
+             "own, none)")
     add("--draft-optional", action="store_true",
         help="when the draft can't be loaded, answer without it and say so (default: exit with 1)")
     add("--adapter-path", metavar="DIR", help="LoRA adapter for the target; it never reaches the draft")

@@ -18,7 +18,7 @@ from .text import escape
 PLAIN, SPECULATIVE = "plain", "speculative"
 NOTHING = "–"
 NOISE = 0.02  # a difference that one race can't tell
-FEW = 4  # with fewer tokens a speed is the clock's noise
+FEW, FEW_YET = 4, 8  # with fewer tokens, at the end or under way, a speed is the clock's noise
 
 
 def shown(value: float | None, form: str) -> str:
@@ -44,7 +44,7 @@ def verdict(reply: Any) -> tuple[str, str]:
     """(class for its colour, sentence); the class is won, lost, bad or open."""
     if len(reply.lanes) < 2:
         return "open", ""
-    short = reply.done and min(view.stats.generation_tokens for view in reply.lanes.values()) < FEW
+    short = min(view.stats.generation_tokens for view in reply.lanes.values()) < (FEW if reply.done else FEW_YET)
     speed, kind = ("too short to time", "open") if short else speed_of(reply.speedup)
     if not reply.done:
         return kind, f"{speed} so far" if speed else ""
@@ -69,7 +69,7 @@ def speed_of(speedup: float | None) -> tuple[str, str]:
 
 def gain(advice: Any) -> str:
     """What a draft is predicted to bring."""
-    return f"{advice.speedup:.2f}x predicted, k = {advice.k}" if advice.helps else "no gain of its own predicted"
+    return f"{advice.speedup:.2f}x predicted, k = {advice.k}" if advice.helps else "no gain predicted"
 
 
 def verdict_html(reply: Any) -> str:

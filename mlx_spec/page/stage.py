@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Callable, Iterator, Sequence
 
 from ..errors import DownloadError, PairError, SpecError
-from ..names import catalogue, find, locate
+from ..names import NO_DRAFT, catalogue, find, locate
 
 WAIT_S = 0.25  # between two looks at the pair
 READING = "reading the prompt"
@@ -96,12 +96,14 @@ class Stage:
 
     def load(self, target: str, draft: str | None = None) -> threading.Thread:
         """In place of what is being loaded now. The thread ends with it."""
-        return self._start(Loading(f"{target} with {draft}" if draft else target), partial(self._load, target=target, draft=draft))
+        name = f"{target} without a draft" if draft == NO_DRAFT else f"{target} with {draft}" if draft else target
+        return self._start(Loading(name), partial(self._load, target=target, draft=draft))
 
     def advise(self) -> threading.Thread:
         """Try every draft on this machine with the pair's target; replies wait meanwhile. The thread ends with it."""
         if not self.ready:
             raise SpecError("no pair is loaded: load the target first")
+        self.advice = "", []
         return self._start(Loading(str(self.arena.pair.name), "the search for a draft"), self._advise)
 
     def _start(self, loading: Loading, work: Callable[[Loading], None]) -> threading.Thread:
@@ -150,11 +152,14 @@ class Stage:
         self._say(loading, "off" if off else "ready", " · ".join((f"{loading.name} is ready", *notes)))
 
     def _advise(self, loading: Loading) -> None:
+        from ..advise import PROMPTS, verdict
+
         loading.job, found = self.arena.advise(), None
         loading.check()
         for event in loading.job:
-            if isinstance(event, str):
-                self._say(loading, "loading", f"which draft fits {loading.name}? trying {event}; replies wait")
+            if isinstance(event, tuple):
+                draft, done = event
+                self._say(loading, "loading", f"which draft fits {loading.name}? trying {draft}, {done} of {PROMPTS} prompts; replies wait")
             else:
                 found = event
         if found is None:
@@ -222,18 +227,9 @@ def fetch_models(target: str, draft: str | None, on_progress: Callable[[int, int
     locate(target, on_progress=on_progress)
     entry = find(target)
     other = draft or (entry and entry.draft_name)
-    if other and other != "self":
+    if other and other not in ("self", NO_DRAFT):
         with suppress(PairError, DownloadError):
             locate(other, on_progress=on_progress)
-
-
-def verdict(target: str, found: Sequence[Any]) -> str:
-    """What to do, from a list of Advice."""
-    best = found[0]
-    if not best.helps:
-        return f"no draft on this machine helps {target}: it decodes plainly, or train one (mlx_spec train --help)"
-    gain = f"{best.draft} makes {target} {best.speedup:.2f}x as fast, as predicted"
-    return f"{gain}; it is used by itself, without a draft" if best.k and best.c is None else f"{gain}: choose it under Models"
 
 
 def best_pair() -> str:
