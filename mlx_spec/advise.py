@@ -13,6 +13,7 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 from mlx_lm.utils import load_tokenizer
 
 from .bench import texts
+from .bench.arms import by_position
 from .control import LARGEST, LOOKUP_KS, Fixed
 from .costs import Costs, best, measure
 from .drafters.lookup import Seen
@@ -24,7 +25,7 @@ from .names import NO_DRAFT, catalogue, find, locate
 from .pairs import Pair, compare_tokenizers, join
 from .prefill import Cancelled
 from .prompts import encode
-from .types import Options
+from .types import Options, Token
 
 LOOKUP = "prompt lookup"
 PROMPTS, TOKENS = 8, 48  # and so many of each reply
@@ -72,7 +73,7 @@ def advise(pair: Pair, folders: Sequence[str | Path] = (), prompts: Sequence[str
     names = list(candidates(str(pair.name), folders))
     reply = partial(_reply, Options(max_tokens=TOKENS, should_cancel=should_cancel))
     alone = Pair(pair.target, None, pair.tokenizer, name=pair.name)
-    replies = [(i, reply(alone, i, 0)[1]) for i in _told(ids, partial(on_prompt, LOOKUP))]
+    replies = [(i, [t.id for t in reply(alone, i, 0)]) for i in _told(ids, partial(on_prompt, LOOKUP))]
     costs = measure(alone, again=True)
     _, k, gain = _predict(costs, (), replies)
     found = [Advice(LOOKUP, k, gain)]
@@ -82,7 +83,7 @@ def advise(pair: Pair, folders: Sequence[str | Path] = (), prompts: Sequence[str
             found.append(_try(join(alone, name), name, reply, replies, costs, partial(on_prompt, name)))
         except SpecError as e:
             found.append(Advice(name, error=str(e)))
-    return sorted(found, key=lambda a: (a.error is not None, -a.speedup))
+    return sorted(found, key=lambda a: (a.error is not None, not a.helps, -a.speedup))
 
 
 def candidates(target: str, folders: Sequence[str | Path] = ()) -> Iterator[str]:
@@ -148,10 +149,9 @@ def _told(ids: Sequence[Any], tell: Callable[[int], None]) -> Iterator[Any]:
 def _try(pair: Pair, name: str, reply: Callable, replies: Sequence[Replied], alone: Costs, tell: Callable[[int], None]) -> Advice:
     if pair.draft_profile.reason:
         raise PairError(pair.draft_profile.reason)
-    runs = [reply(pair, ids, TRIED_K)[0].stats for ids, _ in _told(replies, tell)]
-    stood = [sum(sum(s.accepted_by_position[i : i + 1]) for s in runs) for i in range(TRIED_K)]
-    judged = [sum(sum(s.drafted_by_position[:1]) for s in runs), *stood[:-1]]
-    found = [s / j for s, j in zip(stood, judged) if j]
+    runs = [by_position([t.origin for t in reply(pair, ids, TRIED_K)]) for ids, _ in _told(replies, tell)]
+    judged, kept = ([sum(sum(run[what][i : i + 1]) for run in runs) for i in range(TRIED_K)] for what in ("judged", "kept"))
+    found = [b / a for a, b in zip(judged, kept) if a]
     limit = getattr(pair.draft, "largest", LARGEST)
     acceptance = (found + [found[-1]] * LARGEST)[: min(limit, LARGEST)] if found else []
     own = measure(pair, again=True)
@@ -161,12 +161,12 @@ def _try(pair: Pair, name: str, reply: Callable, replies: Sequence[Replied], alo
     return Advice(name, k, gain, tuple(acceptance), costs.c)
 
 
-def _reply(options: Options, pair: Pair, ids: Sequence[int], k: int) -> tuple[Decoder, list[int]]:
+def _reply(options: Options, pair: Pair, ids: Sequence[int], k: int) -> list[Token]:
     decoder = Decoder(pair, ids, options, controller=Fixed(k))
-    got = [t.id for chunk in decoder.chunks() for t in chunk.tokens]
+    got = [token for chunk in decoder.chunks() for token in chunk.tokens]
     if decoder.finish == "cancelled":
         raise Cancelled
-    return decoder, got
+    return got
 
 
 def _predict(costs: Costs, acceptance: Sequence[float], replies: Sequence[Replied]) -> tuple[int, int, float]:

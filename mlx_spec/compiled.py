@@ -23,7 +23,7 @@ class Traces:
     after, most = 24, 24
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[int, Callable]] = {}
+        self._known: dict[Hashable, tuple[int | None, Callable]] = {}  # uses so far, None once compiled
 
     def __len__(self) -> int:
         return len(self._known)
@@ -34,9 +34,11 @@ class Traces:
     def step(self, key: Hashable, build: Callable) -> Callable:
         """The function that builds a round: `build`, or what it was compiled to."""
         uses, step = self._known.pop(key, (0, build))
-        if uses + 1 == self.after:
-            step = mx.compile(step)
-        self._known[key] = uses + 1, step  # the most recent last
+        if uses is not None:
+            uses += 1
+            if uses >= self.after:
+                uses, step = None, mx.compile(step)
+        self._known[key] = uses, step  # the most recent last
         if len(self) > self.most:
             del self._known[next(iter(self._known))]
         return step

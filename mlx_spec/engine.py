@@ -306,7 +306,8 @@ class Decoder:
         if not self.flights and self.emitter.left is not None:
             k = min(k, self.emitter.left - 1)
         until = self.context.until_switch(self.length)
-        return choice._replace(k=k if until is None else min(k, until))
+        k = k if until is None else min(k, until)
+        return choice._replace(k=k) if k else Choice(0)
 
     def _bucket(self) -> int:
         """How many tokens the draft reads again: what it missed and the pending one, rounded up to

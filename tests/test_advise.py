@@ -2,9 +2,11 @@
 
 import json
 import time
+from functools import partial
 
 import pytest
 import tiny
+from helpers import heads, pair
 from huggingface_hub import CacheNotFound, scan_cache_dir
 from mlx.utils import tree_flatten, tree_unflatten
 
@@ -13,10 +15,12 @@ from mlx_spec import cli
 from mlx_spec.advise import LOOKUP, advise, candidates
 from mlx_spec.arena import Arena
 from mlx_spec.costs import Costs
+from mlx_spec.drafters.saved import save
 from mlx_spec.errors import PairError
-from mlx_spec.page.stage import Stage
+from mlx_spec.page.stage import Loading, Stage
 from mlx_spec.pairs import load
 from mlx_spec.prefill import Cancelled
+from mlx_spec.types import Options, Token
 
 FLAT = (1.0, *(1.02 for _ in range(8)))
 
@@ -90,6 +94,53 @@ def test_a_draft_and_lookup_gain_together():
     assert both > 1.1 * max(alone, own) and looked_up == 8
     assert both == pytest.approx(74 / (37 / own + 5 * 1.02), rel=0.03)
     assert module._predict(costs, (0.0,) * 8, replies)[::2] == (0, alone)
+
+
+def test_acceptance_of_a_place_is_of_those_that_got_there():
+    A, C = (Token(0, 0.0, origin) for origin in ("accepted", "correction"))
+    reply = lambda *_: [C] * 8 + [A, C] * 4 + [A, A, C] + [A, A, A, C] * 2 + [A, A, A, A, Token(0, 0.0, "bonus")]  # noqa: E731
+    found = module._try(pair(), "x", reply, [([1, 2], [3, 4])], Costs(FLAT, None), lambda done: None)
+    assert found.acceptance == pytest.approx((0.5, 0.5, 0.75, *[1 / 3] * 6)[:8])
+
+
+def test_a_draft_that_proposes_three_tokens_at_most_is_predicted_for_three():
+    p, kept = pair(draft="mlp"), [*[Token(0, 0.0, "accepted")] * 3, Token(0, 0.0, "bonus")] * 4
+    found = module._try(p, "x", lambda *_: kept, [(tiny.PROMPT, [1] * 16)], Costs(FLAT, None), lambda done: None)
+    assert p.draft.largest == found.k == len(found.acceptance) == 3
+
+
+@pytest.mark.parametrize("tokens", [15, 16, 17, 18, 19])
+def test_what_the_end_of_a_reply_cut_off_was_not_refused(tokens):
+    reply = partial(module._reply, Options(max_tokens=tokens))
+    known = [(tiny.PROMPT, [t.id for t in reply(pair(draft=None), tiny.PROMPT, 0)])]
+    assert set(module._try(pair(draft="same"), "x", reply, known, Costs(FLAT, None), lambda done: None).acceptance) == {1.0}
+
+
+def test_a_gain_within_the_noise_is_no_advice():
+    assert not module.Advice("x", 2, 1.01).helps and module.Advice("x", 2, 1.05).helps and not module.Advice("x", 0, 1.5).helps
+
+
+def test_a_lookup_of_k_is_a_pass_over_k_and_one_rows():
+    phrase, slope = list(range(40)), Costs(tuple(1 + 0.1 * m for m in range(9)), None)
+    _, k, gain = module._predict(slope, (), [([*phrase, 50, *phrase[:3]], phrase[3:])])
+    assert k == 8 and gain == pytest.approx(37 / (5 * 1.8))
+
+
+def test_a_saved_draft_needs_no_tokenizer_of_its_own(shelf, tmp_path):
+    p, name = load(str(shelf / "target"), False), str(tmp_path / "head")
+    save(tmp_path / "head", heads(p.target), facts={"target": str(shelf / "target")})
+    found = {a.draft: a for a in advise(p, [name])}
+    assert found[name].error is None and found[name].c == pytest.approx(0.1)
+
+
+def test_a_draft_that_adds_nothing_does_not_hide_what_helps(monkeypatch):
+    parts = dict(_prompts=lambda names: [], candidates=lambda target, folders: ["d"], locate=lambda name: None,
+                 _check=lambda pair, path: None, join=lambda alone, name: pair(),
+                 _predict=lambda costs, acceptance, replies: (0, 8, 1.30 if costs.step_s is None else 1.31))
+    for name, value in parts.items():
+        monkeypatch.setattr(module, name, value)
+    found = advise(pair(draft=None))
+    assert found[0].draft == LOOKUP and found[0].helps and found[1].speedup == 1.31
 
 
 def test_candidates_are_smaller_than_the_target_and_named_once(shelf):
@@ -202,6 +253,13 @@ def test_a_search_on_the_page_can_be_cancelled_and_the_pair_still_answers(shelf,
     wait(page)
     assert page.stage.status == f"the search for a draft was cancelled · {shelf}/target still answers"
     assert not page.stage.advice[1] and page.stage.ready
+
+
+def test_what_is_under_way_is_not_ended_by_a_search(page):
+    page.stage._loading = Loading("x")
+    with pytest.warns(UserWarning, match="under way"):
+        page.advise()
+    page.stage._loading = None
 
 
 def test_without_a_pair_the_page_says_to_load_one(page):

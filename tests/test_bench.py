@@ -23,6 +23,7 @@ from mlx_spec.bench.stats import difference, interval, shared_error, spread
 from mlx_spec.compiled import Traces
 from mlx_spec.control import DRAFT, LARGEST, LOOKUP, LOOKUP_KS
 from mlx_spec.costs import Costs
+from mlx_spec.pairs import Pair
 from mlx_spec.types import Options
 
 COSTS = Costs((1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8), 0.1, 0.02)
@@ -128,7 +129,39 @@ def test_prompts_that_cannot_be_read_are_one_clear_line(tmp_path):
 # --- runs
 
 
-@pytest.mark.parametrize("draft", ["noisy", "deep heads", None])
+@pytest.mark.parametrize("ks, all_run", [([4], False), ([4, "auto"], True)])
+def test_the_warm_up_compiles_what_auto_can_choose_where_auto_is_timed(ks, all_run, monkeypatch):
+    compiled, step = set(), Traces.step
+    target = tiny.make("llama")
+    p = Pair(target, tiny.noisy_copy(target))
+
+    def spy(self, key, build):
+        found = step(self, key, build)
+        if found is not build:
+            compiled.add((key[1].num_draft_tokens, LOOKUP if key[1].looks_up else DRAFT))
+        return found
+
+    monkeypatch.setattr(Traces, "step", spy)
+    run.warm_up(p, run.Plan([Arm(OURS, k, 0.0) for k in ks], [(None, tiny.PROMPT)], 1, Options()))
+    assert ({(k, DRAFT) for k in range(LARGEST + 1)} | {(k, LOOKUP) for k in LOOKUP_KS} <= compiled) == all_run
+
+
+def test_what_was_counted_before_the_warm_up_is_not_traced_while_it_is_timed(monkeypatch):
+    target = tiny.make("llama")
+    p = Pair(target, tiny.noisy_copy(target))
+    monkeypatch.setattr(Traces, "after", 24)
+    arms.count_rounds(p, tiny.PROMPT, 4)
+    plan, traced = run.Plan([Arm(OURS, 4, 0.0)], [(None, tiny.PROMPT)], 1, Options(max_tokens=80)), []
+    run.warm_up(p, plan)
+    compile_ = mx.compile
+    monkeypatch.setattr(mx, "compile", lambda f: (traced.append(f.args[1]), compile_(f))[1])
+    with arms.compile_after(24):
+        for _ in range(3):
+            arms.run(plan.arms[0], p, tiny.PROMPT, plan.options)
+    assert not traced
+
+
+@pytest.mark.parametrize("draft", ["same", "noisy", "deep heads", None])
 def test_the_warm_up_has_run_all_that_auto_can_choose(draft, monkeypatch):
     """A round that is traced while it is timed counts as slow, and auto has many kinds of rounds."""
     ran, pair = [], helpers.pair(draft=draft)
@@ -137,13 +170,16 @@ def test_the_warm_up_has_run_all_that_auto_can_choose(draft, monkeypatch):
     run.warm_auto(pair, tiny.PROMPT, Options())
     largest = min(LARGEST, getattr(pair.draft, "largest", LARGEST)) if draft else 0
     assert {(k, DRAFT) for k in range(largest + 1)} | {(k, LOOKUP) for k in LOOKUP_KS} <= set(ran)
-    compiled = []
-    with arms.compile_after(1):
+
+
+def test_a_warm_up_goes_on_where_replies_end_early():
+    pair = helpers.pair(draft="noisy")
+    pair.end_ids = frozenset(helpers.decode(pair, tiny.PROMPT, max_tokens=6, num_draft_tokens=0)[1][5:])
+    every, before = [], run.EveryChoice.__init__
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run.EveryChoice, "__init__", lambda self: (before(self), every.append(self))[0])
         run.warm_auto(pair, tiny.PROMPT, Options())
-        step = Traces.step
-        monkeypatch.setattr(Traces, "step", lambda self, key, build: (compiled.append(key not in self._known), step(self, key, build))[1])
-        arms.run(Arm(OURS, 2 if draft else 0, 0.0), pair, tiny.PROMPT, Options(max_tokens=20))
-    assert len(compiled) > 3 and sum(compiled) <= 2
+    assert every[0].turns > LARGEST + len(LOOKUP_KS)
 
 
 def test_every_row_says_what_ran_and_greedy_replies_are_plain_ones(bench):
@@ -260,6 +296,13 @@ def test_what_is_wrong_on_the_command_line_is_said_before_anything_is_loaded(arg
 
 
 # --- figures
+
+
+def test_advice_from_one_or_two_prompts_is_called_a_guess():
+    found = made({("chat", 2): 1.5})
+    assert "guess" not in figures.advice(found)
+    found["runs"] = [r for r in found["runs"] if r["prompt"] == "chat-0"]
+    assert figures.advice(found).endswith("with fewer than 3 prompts that is a guess.")
 
 
 def test_losses_are_said_and_acceptance_is_no_speed():

@@ -5,10 +5,11 @@ import math
 import mlx.core as mx
 import pytest
 import tiny
-from helpers import decode, pair, plain
+from helpers import Scripted, decode, pair, plain
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
+from mlx_spec import context
 from mlx_spec.cache import Cursor, Full, Quantized, adopt, read_bound, rung
 from mlx_spec.window import Ring
 from mlx_spec.engine import Decoder
@@ -310,3 +311,22 @@ def test_offsets_that_are_arrays_mask_exactly_the_past(layer):
     arrays = layer.buffers(64)
     mask = layer.mask(arrays, Cursor(mx.array(5), 64), 3, None)
     assert mask.sum(axis=1).tolist() == [6, 7, 8]
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_there_is_room_for_every_round_in_flight(run_ahead, monkeypatch):
+    """Buffers that grow with the reply are always larger than all that can be written once a round is submitted."""
+    monkeypatch.setattr(context, "AHEAD", 8)
+    seen, step = [], Decoder._step
+
+    def spy(decoder, plan):
+        """Before anything is written: MLX would write past the end."""
+        seen.append(decoder._longest() + plan.num_draft_tokens + 1)
+        assert seen[-1] <= decoder.context.capacity
+        return step(decoder, plan)
+
+    monkeypatch.setattr(Decoder, "_step", spy)
+    p = pair(draft="same")
+    prompt = tiny.PROMPT * 2
+    decoder, ids = decode(p, prompt, controller=Scripted(8), max_tokens=700, run_ahead=run_ahead)
+    assert ids == plain(p.target, prompt, 700) and max(seen) > 700

@@ -7,7 +7,8 @@ import tiny
 from helpers import Scripted, decode, pair
 
 from mlx_spec import engine, request
-from mlx_spec.control import DRAFT, LARGEST, LOOKUP, Auto, Choice, Evidence, Fixed, Learnt
+from mlx_spec.control import (DRAFT, FIRST_WAIT, KEPT_ROUNDS, LARGEST, LOOKUP, LOOKUP_KS, PRIOR_ROUNDS, Auto, Choice, Evidence, Fixed,
+                              Learnt)
 from mlx_spec.costs import Costs, expected
 from mlx_spec.pairs import Pair
 
@@ -189,6 +190,105 @@ def test_acceptance_of_a_place_that_was_never_reached_is_that_of_the_one_before(
     assert found.acceptance()[0] > 0.8 and found.acceptance()[7] == pytest.approx(found.acceptance()[0])
 
 
+def test_earlier_replies_weigh_as_so_many_rounds_at_most():
+    learnt = Learnt()
+    found = learnt.of(DRAFT, 0)
+    for _ in range(200):
+        found.see(Choice(1), 1)
+    learnt.begin()
+    assert found.judged[0] == pytest.approx(KEPT_ROUNDS) and found.acceptance()[0] > 0.95
+
+
+def test_a_parked_draft_that_has_become_good_is_back_two_probes_later():
+    costs, learnt = Costs(V["M4"], 0.1), Learnt()
+    world(auto(costs, learnt), costs, {DRAFT: 0.0}, tokens=400)
+    choices = world(auto(costs, learnt), costs, {DRAFT: 1.0}, tokens=200)[1]
+    first = next(i for i, c in enumerate(choices) if c.probe)
+    back = next(i for i, c in enumerate(choices) if c.k and not c.probe)
+    assert back - first <= 3
+
+
+def test_a_probe_that_stood_makes_what_was_known_count_less():
+    found = Evidence(0.7)
+    for _ in range(100):
+        found.see(Choice(1), 0)
+    before = found.judged[0]
+    found.see(Choice(1, probe=True), 1)
+    assert found.judged[0] < 0.8 * before and found.idle == found.wait == FIRST_WAIT
+
+
+def test_a_lookups_round_time_is_a_lookups():
+    learnt = Learnt()
+    one = auto(Costs(V["M4"], 0.1), learnt)
+    one.begin(), one.choose(100, {DRAFT: LARGEST, LOOKUP: LARGEST}, 8)
+    for _ in range(40):
+        one.learn(Choice(4, LOOKUP, 8), 4, 3 * V["M4"][4])
+        one.learn(Choice(0), 0, 1.0)
+    assert learnt.pace_of(LOOKUP, 4) > 1.3 * learnt.pace_of(DRAFT, 4)
+
+
+def test_what_is_taken_for_granted_of_a_lookup_weighs_more_than_of_a_draft():
+    learnt = Learnt()
+    assert [learnt.of(s, 4).judged[0] for s in (DRAFT, LOOKUP)] == [PRIOR_ROUNDS[DRAFT], PRIOR_ROUNDS[LOOKUP]]
+
+
+def test_a_slow_draft_says_nothing_of_lookups():
+    learnt = Learnt()
+    for _ in range(200):
+        learnt.time(DRAFT, 4, 3.0)
+        learnt.time(DRAFT, 0, 1.0)
+    assert learnt.pace_of(LOOKUP, 4) == learnt.pace_of(DRAFT, 0) < 0.5 * learnt.pace_of(DRAFT, 3)
+
+
+def test_a_machine_that_is_slower_for_all_changes_no_choice():
+    costs = Costs(V["M4"], 0.1)
+    speed, choices = world(auto(costs), costs, {DRAFT: 0.7}, slow=lambda choice: 2.0)
+    assert 2 * speed > 0.95 * best_fixed(costs, 0.7) and sum(c.k == 0 for c in choices) < len(choices) / 10
+    learnt = Learnt()
+    for _ in range(20):
+        learnt.time(DRAFT, 4, 2.0)
+    assert 1.05 < learnt.pace_of(DRAFT, 0) < learnt.pace_of(DRAFT, 4)
+
+
+def test_k_shrinks_while_one_reply_gets_longer():
+    deep = Costs(tuple(1.0 + 1.2 * m for m in range(1, 10)), 0.1, 0.0, 4096)
+    one = auto(Costs(V["flat"], 0.1, 0.0, 256, deep))
+    one.begin()
+    assert one.choose(200, {DRAFT: LARGEST}, 0).k > one.choose(6000, {DRAFT: LARGEST}, 0).k
+
+
+@pytest.mark.parametrize("gain, k", [(1.01, 0), (1.06, 2)])
+
+
+def test_a_lookup_must_gain_as_much_as_another_k(gain, k):
+    one = auto(Costs((1.0, 9.0, 1.75 / gain, *[9.0] * 6), None))  # of a match of 3, 1.75 tokens are expected
+    one.begin()
+    assert one.choose(100, {LOOKUP: LARGEST}, 3).k == k
+
+
+def test_lookups_reach_the_largest_k_and_are_probed_with_the_smallest():
+    costs = Costs(V["flat"], None)
+    assert LARGEST in {c.k for c in world(auto(costs), costs, {LOOKUP: 0.97}, matched=lambda n: 8)[1]}
+    probes = {c.k for c in world(auto(costs), costs, {LOOKUP: 0.0}, matched=lambda n: 8)[1] if c.probe}
+    assert probes == {LOOKUP_KS[0]}
+
+
+def test_a_place_that_was_never_reached_is_like_the_last_one_that_was():
+    found = Evidence(0.7)
+    for _ in range(60):
+        found.see(Choice(2), 1)
+    first, second, third, *_ = found.acceptance()
+    assert second < 0.2 < 0.9 < first and third == second
+
+
+def test_what_was_long_ago_counts_less():
+    found = Evidence(0.7)
+    for accepted in (1, 0):
+        for _ in range(100):
+            found.see(Choice(1), accepted)
+    assert found.acceptance()[0] < 0.2
+
+
 # in the engine
 
 
@@ -267,6 +367,20 @@ def test_drafting_stops_where_the_draft_has_read_all_it_can_and_lookup_goes_on(p
     decoder, ids = decode(p, tiny.PROMPT * 3, max_tokens=60)
     assert "the draft" in decoder.stats.mode and "64" in decoder.stats.mode
     assert ids == decode(p, tiny.PROMPT * 3, max_tokens=60, num_draft_tokens=0)[1]
+
+
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_a_draft_is_asked_for_nothing_past_its_context_whatever_is_in_flight(run_ahead, monkeypatch):
+    ends, allowed, target = [], engine.Decoder._allowed, tiny.make("llama")
+
+    def spy(decoder, choice):
+        found = allowed(decoder, choice)
+        ends.append(decoder._longest() + found.k + 1 if found.drafts else 0)
+        return found
+
+    monkeypatch.setattr(engine.Decoder, "_allowed", spy)
+    decode(Pair(target, target, draft_max_length=64), tiny.PROMPT * 2, num_draft_tokens=3, max_tokens=60, run_ahead=run_ahead)
+    assert 60 < max(ends) <= 64
 
 
 def test_fixed_and_scripted_choices_are_what_they_say():

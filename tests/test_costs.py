@@ -100,3 +100,12 @@ def test_a_cost_is_the_best_of_two_stretches_at_least():
     calls = []
     costs.timed(lambda state: calls.append(1) or state, mx.array(0), seconds=0.0)
     assert len(calls) == 1 + 2 + 4
+
+
+def test_a_round_of_k_drafts_is_a_pass_over_k_and_one_rows():
+    assert Costs((1.0, 2.0, 4.0), 0.5).speedup([0.5, 0.5], 1) == pytest.approx(1.5 / 2.5)
+
+
+def test_a_rounds_start_costs_more_deeper_down():
+    found = Costs((1.0, 1.0), 0.1, 0.2, 256, Costs((1.0, 1.0), 0.1, 0.6, 4096))
+    assert found.at((256 + 4096) // 2).start_s == pytest.approx(0.4)

@@ -15,7 +15,7 @@ pytest.importorskip("gradio", reason="the page needs gradio: pip install 'mlx-sp
 import app as page_app  # noqa: E402
 from mlx_spec.errors import PairError, SpecError  # noqa: E402
 from mlx_spec.page import numbers, text  # noqa: E402
-from mlx_spec.page.stage import Stage, Visitor  # noqa: E402
+from mlx_spec.page.stage import Loading, Stage, Visitor  # noqa: E402
 from mlx_spec.types import Options, Stats, Token  # noqa: E402
 from mlx_spec.worker import Worker  # noqa: E402
 
@@ -404,6 +404,71 @@ def loading_stage(prepare, fetch=lambda *_: None):
     stage = Stage(StubArena(), fetch)
     stage.arena.prepare = lambda *names: stage.arena.worker.ask(lambda job: prepare(job, *names))
     return stage
+
+
+def test_another_load_takes_the_place_of_the_one_under_way():
+    go, began, prepared = threading.Event(), threading.Event(), []
+
+    def fetch(target, draft, progress):
+        if target == "slow":
+            began.set()
+            go.wait(5)
+            progress(1, 2)
+
+    def prepare(job, target, draft):
+        prepared.append(target)
+        job.tell(SimpleNamespace(notes=()))
+
+    stage = loading_stage(prepare, fetch)
+    slow = stage.load("slow")
+    assert began.wait(5)
+    stage.load("quick").join(5)
+    go.set()
+    slow.join(5)
+    assert prepared == ["quick"] and (stage.kind, stage.pair_name, stage.status) == ("ready", "quick", "quick is ready")
+    stage.arena.worker.close()
+
+
+def test_what_was_replaced_says_nothing_and_ends_nothing():
+    """The one that took its place is still under way when it gives up."""
+    go, other, began = (threading.Event() for _ in range(3))
+
+    def fetch(target, draft, progress):
+        began.set()
+        (go if target == "slow" else other).wait(5)
+        progress(1, 2)
+
+    stage = loading_stage(lambda job, *_: job.tell(SimpleNamespace(notes=())), fetch)
+    slow = stage.load("slow")
+    assert began.wait(5)
+    quick = stage.load("quick")
+    go.set()
+    slow.join(5)
+    assert stage.loading and stage.kind == "loading" and "quick" in stage.status
+    other.set()
+    quick.join(5)
+    assert stage.kind == "ready" and not stage.loading
+    stage.arena.worker.close()
+
+
+def test_a_job_that_came_after_the_cancel_is_cancelled_too():
+    loading, cancelled = Loading("x"), []
+    loading.cancel()
+    loading.job = SimpleNamespace(cancel=lambda: cancelled.append(1))
+    with pytest.raises(SpecError, match="loading was cancelled"):
+        loading.check()
+    assert cancelled
+
+
+def test_drafts_that_can_not_be_used_are_told_where_none_can():
+    from mlx_spec.advise import LOOKUP, Advice
+
+    stage = loading_stage(lambda *_: None)
+    page = page_app.Page(stage)
+    stage.advice = "t", [Advice(LOOKUP, 8, 1.3), Advice("x", error="another tokenizer")]
+    shown = page.drafts()
+    assert shown["visible"] and shown["choices"] == [(f"{LOOKUP} · 1.30x predicted, k = 8", "none")] and "x: another" in shown["info"]
+    stage.arena.worker.close()
 
 
 def test_a_draft_that_fails_leaves_a_banner_and_a_pair_that_fails_leaves_the_old_one():

@@ -126,7 +126,7 @@ def test_a_round_is_read_after_the_next_one_is_submitted(draft):
 
 def test_nothing_runs_ahead_into_the_last_round_of_a_budget():
     """Tokens left <= k + 1: the round in flight may be the last, a second one would be wasted."""
-    decoder = Decoder(pair(draft="same"), tiny.PROMPT, Options(max_tokens=15, num_draft_tokens=4))
+    decoder = Decoder(pair(draft="same"), tiny.PROMPT, Options(max_tokens=15, num_draft_tokens=4), run_ahead=True)
     count, submit = [], decoder._submit
     decoder._submit = lambda: (count.append(1), submit())[1]
     list(decoder.chunks())

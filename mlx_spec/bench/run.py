@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from itertools import cycle
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from ..cache import read_bound
@@ -25,7 +24,8 @@ from .record import VERSION, Record, Run, check
 from .stats import Probe, rotated
 from .texts import Prompt
 
-WARM_TOKENS, WARM_BOUND, WARM_AUTO_TOKENS = 24, 1024, 48
+WARM_TOKENS, WARM_BOUND = 24, 1024
+WARM_AUTO_TOKENS, WARM_REPLIES = 96, 16
 AUTO = "auto"
 THEIR_K, COUNTED_K = 2, 4  # where no number was asked for; the first is mlx-lm's own default
 END = -1  # stands for an end token, so that a reply that ends too early differs
@@ -112,13 +112,17 @@ class EveryChoice(Controller):
     largest, sources = LARGEST, (DRAFT, LOOKUP)
 
     def __init__(self) -> None:
-        self._kinds: Iterator[Choice] | None = None
+        self.turns = 0
 
     def choose(self, length: int, limits: Mapping[str, int], matched: int) -> Choice:
-        if self._kinds is None:
-            lookups = [Choice(k, LOOKUP) for k in LOOKUP_KS if k <= limits.get(LOOKUP, 0)]
-            self._kinds = cycle([*map(Choice, range(limits.get(DRAFT, 0) + 1)), *lookups, Choice(0)])
-        return next(self._kinds)
+        lookups = [Choice(k, LOOKUP) for k in LOOKUP_KS if k <= limits.get(LOOKUP, 0)]
+        self._kinds = [*map(Choice, range(limits.get(DRAFT, 0) + 1)), *lookups, Choice(0)]
+        self.turns += 1
+        return self._kinds[self.turns % len(self._kinds)]
+
+    @property
+    def done(self) -> bool:
+        return self.turns > len(self._kinds)
 
     def learn(self, choice: Choice, accepted: int, seconds: float) -> None:
         pass
@@ -137,9 +141,13 @@ def warm_up(pair: Any, plan: Plan) -> None:
 
 
 def warm_auto(pair: Any, ids: Sequence[int], options: Options) -> None:
-    decoder = Decoder(pair, ids, options.but(max_tokens=WARM_AUTO_TOKENS), controller=EveryChoice())
-    list(decoder.chunks())
-    decoder.free()
+    every = EveryChoice()
+    for _ in range(WARM_REPLIES):  # one may end early
+        decoder = Decoder(pair, ids, options.but(max_tokens=WARM_AUTO_TOKENS), controller=every)
+        list(decoder.chunks())
+        decoder.free()
+        if decoder.stats.mode.startswith("plain") or every.done:
+            break
 
 
 def _seconds(pair: Any, plan: Plan, costs: Costs, ids: list[int]) -> float:
