@@ -73,11 +73,13 @@ def advise(pair: Pair, folders: Sequence[str | Path] = (), prompts: Sequence[str
     names = list(candidates(str(pair.name), folders))
     reply = partial(_reply, Options(max_tokens=TOKENS, should_cancel=should_cancel))
     alone = Pair(pair.target, None, pair.tokenizer, name=pair.name)
+    on_prompt(LOOKUP, 0)
     replies = [(i, [t.id for t in reply(alone, i, 0)]) for i in _told(ids, partial(on_prompt, LOOKUP))]
     costs = measure(alone, again=True)
     _, k, gain = _predict(costs, (), replies)
     found = [Advice(LOOKUP, k, gain)]
     for name in names:
+        on_prompt(name, 0)
         try:
             _check(pair, locate(name))
             found.append(_try(join(alone, name), name, reply, replies, costs, partial(on_prompt, name)))
@@ -140,9 +142,11 @@ def _check(pair: Pair, path: Path) -> None:
         compare_tokenizers(pair.tokenizer, tokenizer)
 
 
-def _told(ids: Sequence[Any], tell: Callable[[int], None]) -> Iterator[Any]:
-    for done, prompt in enumerate(ids):
-        tell(done)
+def _told(prompts: Sequence[Any], tell: Callable[[int], None]) -> Iterator[Any]:
+    """Each one, after how many are done; none are while a draft is still loaded."""
+    for done, prompt in enumerate(prompts):
+        if done:
+            tell(done)
         yield prompt
 
 
