@@ -15,8 +15,8 @@ import math
 import statistics
 import subprocess
 import sys
-from itertools import permutations
 import time
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Callable, Sequence
 

@@ -65,7 +65,8 @@ def advise(pair: Pair, folders: Sequence[str | Path] = (), prompts: Sequence[str
     folders: where drafts are, beside the hub's cache and the catalogue; a draft itself, or a folder
     of them. prompts: kinds of `bench/texts.py`, or .jsonl files; 8 in all are used. on_prompt: told,
     before each prompt, the draft and how many prompts it has done. should_cancel: asked every round.
-    Evaluates, and loads one draft at a time. Raises ValueError and SpecError where the target or the prompts are of no use, and Cancelled.
+    Evaluates, and loads one draft at a time. Raises ValueError and SpecError where the target or the
+    prompts are of no use, and Cancelled.
     """
     if pair.target_profile.reason:
         raise SpecError(f"{pair.name} decodes plainly with every draft: {pair.target_profile.reason}")

@@ -231,10 +231,9 @@ class Auto(Controller):
     def _spent(self, choice: Choice, seconds: float) -> float:
         """By a probe, in plain rounds: a draft that was left alone has much to read before it proposes."""
         promised, plain = self._seconds(choice), self._seconds(Choice(0))
-        if self.clocked:
-            plain *= self.learnt.pace_of(DRAFT, 0)
-            promised = min(max(promised, seconds), STRAY_PROBE * promised)
-        return promised / plain
+        if not self.clocked:
+            return promised / plain
+        return min(max(promised, seconds), STRAY_PROBE * promised) / (plain * self.learnt.pace_of(DRAFT, 0))
 
     def learn(self, choice: Choice, accepted: int, seconds: float) -> None:
         if choice.k:

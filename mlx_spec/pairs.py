@@ -162,8 +162,8 @@ def load(target: str | Path, draft: str | Path | bool | None = None, *, adapter_
 
     target: a name of the catalogue, a hub repository, an mlx-lm model folder or a .gguf file. draft: likewise, or a
     draft on the target's hidden states; None is the catalogue's draft if the target's name is a pair's, otherwise no
-    draft; False and "none" are no draft. The target's adapter never reaches it. draft_required: False turns a draft that fails into
-    a note on a pair without one. on_progress: called with (bytes done, bytes in all) while downloading.
+    draft; False and "none" are no draft. The target's adapter never reaches it. draft_required: False turns a draft
+    that fails into a note on a pair without one. on_progress: called with (bytes done, bytes in all) while downloading.
     """
     target = str(target)
     entry = find(target)

@@ -101,8 +101,10 @@ class Stage:
 
     def advise(self) -> threading.Thread:
         """Try every draft on this machine with the pair's target; replies wait meanwhile. The thread ends with it."""
-        if not self.ready or self.loading:
-            raise SpecError("wait for what is under way, or cancel it first" if self.loading else "no pair is loaded: load the target first")
+        if self.loading:
+            raise SpecError("wait for what is under way, or cancel it first")
+        if not self.ready:
+            raise SpecError("no pair is loaded: load the target first")
         self.advice = "", []
         return self._start(Loading(str(self.arena.pair.name), "the search for a draft"), self._advise)
 
