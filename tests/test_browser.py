@@ -19,7 +19,8 @@ import app as page_app  # noqa: E402
 from mlx_spec.page.stage import Stage  # noqa: E402
 from test_page import EVIL, StubArena  # noqa: E402
 
-IN_VIEW = "document.querySelector('#race').getBoundingClientRect().top < innerHeight / 2 + 100"
+RACE = "document.querySelector('#race').getBoundingClientRect()"
+IN_VIEW = f"{RACE}.bottom <= innerHeight"
 DONE = "(document.querySelector('#verdict .verdict')?.innerText || 'so far').includes('so far') === false"
 
 
@@ -264,9 +265,11 @@ def test_a_long_conversation_scrolls_in_itself_and_the_columns_stay_in_view(brow
     tab.wait_for_function(DONE)
     tab.wait_for_function(IN_VIEW)
     assert tab.is_visible("#plots") and tab.is_visible(".legend")
+    top = tab.evaluate(f"{RACE}.top")
     tab.click("#formatted input")
+    tab.wait_for_selector("#told .said")
     tab.wait_for_selector(".legend", state="hidden")  # it explains colours that are not shown now
-    tab.wait_for_function(IN_VIEW)
+    tab.wait_for_function(f"Math.abs({RACE}.top - {top}) < 2")  # the same place, either way
 
 
 def test_the_columns_are_those_of_the_mode(browser, stub):
