@@ -22,7 +22,7 @@ import gradio as gr  # noqa: E402
 import pandas as pd  # noqa: E402
 
 from mlx_spec.errors import PairError, SpecError  # noqa: E402
-from mlx_spec.names import catalogue, find  # noqa: E402
+from mlx_spec.names import catalogue, find, short  # noqa: E402
 from mlx_spec.page import numbers, text  # noqa: E402
 from mlx_spec.page.stage import READING, Stage, Visitor, best_pair  # noqa: E402
 from mlx_spec.types import VERIFY_RULES  # noqa: E402
@@ -286,9 +286,9 @@ class Page:
     def drafts(self) -> dict:
         """Those that were tried, the best first; what can't be chosen is told below them."""
         target, found = self.stage.advice
-        choices = [(f"{a.draft} · {numbers.gain(a)}", a.name) for a in found if a.error is None]
-        useless = " · ".join(f"{a.draft}: {a.error}" for a in found if a.error)
-        return gr.update(choices=choices, value=None, visible=bool(found), label=f"Drafts for {target}, the best first", info=useless)
+        choices = [(f"{short(a.draft)} · {numbers.gain(a)}", a.name) for a in found if a.error is None]
+        useless = " · ".join(f"{short(a.draft)}: {a.error}" for a in found if a.error)
+        return gr.update(choices=choices, value=None, visible=bool(found), label=f"Drafts for {short(target)}, the best first", info=useless)
 
     def chosen(self, draft: str) -> tuple[str, str]:
         """Into the boxes: Load takes it from there."""

@@ -21,7 +21,7 @@ from .drafters.saved import is_saved
 from .engine import Decoder
 from .errors import PairError, SpecError, first_line
 from .hub import cached_repo
-from .names import NO_DRAFT, catalogue, find, locate
+from .names import NO_DRAFT, catalogue, find, locate, short
 from .pairs import Pair, compare_tokenizers, join
 from .prefill import Cancelled
 from .prompts import encode
@@ -121,11 +121,11 @@ def _size(path: Path) -> int:
 
 def verdict(target: str, found: Sequence[Advice]) -> str:
     """What to do, in a sentence."""
-    best = found[0]
+    best, target = found[0], short(target)
     if not best.helps:
         return f"none helps here: leave {target} to decode plainly, or train a draft for it (mlx_spec train --help)"
     gain = f"makes {target} {best.speedup:.2f}x as fast, as predicted"
-    return f"prompt lookup without a draft {gain}" if best.draft == LOOKUP else f"{best.draft} {gain}, prompt lookup included"
+    return f"prompt lookup without a draft {gain}" if best.draft == LOOKUP else f"{short(best.draft)} {gain}, prompt lookup included"
 
 
 def _prompts(names: Sequence[str]) -> list[texts.Prompt]:

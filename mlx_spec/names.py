@@ -134,6 +134,11 @@ def _download_target(entry: Entry, revision: str | None, on_progress: OnProgress
             raise DownloadError(f"{hub_error}; and {wheel_error}") from wheel_error
 
 
+def short(name: str) -> str:
+    """To read: of a path, the folder and what it lies in."""
+    return "/".join(Path(name).parts[-2:]) if Path(name).is_absolute() else name
+
+
 def pull(name: str, on_progress: OnProgress | None = None) -> list[Path]:
     """Downloads a pair, or one hub repository, unless it is here; returns where it is. Raises as `locate`."""
     entry = find(name)

@@ -173,7 +173,8 @@ def test_the_command_prints_a_table_and_the_winners_command(shelf, capsys, monke
     shown = capsys.readouterr()
     assert "can't be used: the draft has another tokenizer" in shown.out and "trying" in shown.err
     *_, said, command = shown.out.strip().splitlines()
-    assert said.startswith(f"{shelf}/drafts/half makes {target}") and command.startswith(f"mlx_spec generate --target {target} --draft {shelf}/drafts/half ")
+    assert said.startswith(f"drafts/half makes {shelf.name}/target ") and "\ndrafts/half " in shown.out
+    assert command.startswith(f"mlx_spec generate --target {target} --draft {shelf}/drafts/half ")
 
 
 def test_where_lookup_alone_wins_the_command_is_one_without_a_draft(shelf, capsys, monkeypatch):
@@ -182,7 +183,7 @@ def test_where_lookup_alone_wins_the_command_is_one_without_a_draft(shelf, capsy
     target = str(shelf / "target")
     assert cli.main(["advise", "--target", target]) == 0
     *_, said, command = capsys.readouterr().out.strip().splitlines()
-    assert said == f"prompt lookup without a draft makes {target} 1.20x as fast, as predicted" and "--draft none " in command
+    assert said == f"prompt lookup without a draft makes {shelf.name}/target 1.20x as fast, as predicted" and "--draft none " in command
     assert load(target, "none").draft is None
     with pytest.raises(PairError, match="False"):
         load(target, True)
@@ -231,9 +232,9 @@ def test_the_page_offers_the_same_list(shelf, page, monkeypatch):
     wait(page)
     offered, half = page.news()[1], str(shelf / "drafts/half")
     found = {a.draft: a for a in advise(load(str(shelf / "target"), False), [shelf / "drafts"])}
-    assert offered["visible"] and offered["choices"][0] == (f"{half} · {found[half].speedup:.2f}x predicted, k = {found[half].k}", half)
+    assert offered["visible"] and offered["choices"][0] == (f"drafts/half · {found[half].speedup:.2f}x predicted, k = {found[half].k}", half)
     assert {name for _, name in offered["choices"]} == {half, str(shelf / "drafts/stranger"), "none"}
-    assert "another tokenizer" in offered["info"] and page.stage.kind == "ready" and f"{half} makes" in page.banner_html()
+    assert "another tokenizer" in offered["info"] and page.stage.kind == "ready" and ">drafts/half makes" in page.banner_html()
     for draft in (half, "none"):
         page.load(None, *page.chosen(draft))
         wait(page)
@@ -251,7 +252,7 @@ def test_a_search_on_the_page_can_be_cancelled_and_the_pair_still_answers(shelf,
         time.sleep(0.01)
     page.cancel_load()
     wait(page)
-    assert page.stage.status == f"the search for a draft was cancelled · {shelf}/target still answers"
+    assert page.stage.status == f"the search for a draft was cancelled · {shelf.name}/target still answers"
     assert not page.stage.advice[1] and page.stage.ready
 
 

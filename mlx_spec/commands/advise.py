@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 
 from ..bench import texts
+from ..names import short
 
 HELP = "which draft fits this target?"
 USAGE = "--target MODEL [--drafts DIR ...] [options]"
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     texts.load(args.prompts.split(","), 1)  # what is wrong with them is said before anything is loaded
     found = advise(load(args.target, False), args.drafts, args.prompts.split(","),
-                   lambda name, done: print(f"trying {name}", file=sys.stderr, flush=True) if not done else None)
+                   lambda name, done: print(f"trying {short(name)}", file=sys.stderr, flush=True) if not done else None)
     if args.json:
         print(json.dumps([asdict(a) for a in found], indent=1), flush=True)
         return 0
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     for a in found:
         numbers = (f"{a.speedup:.2f}x", str(a.k), " ".join(f"{x:.2f}" for x in a.acceptance[:4]) or "-",
                    "-" if a.c is None else f"{a.c:.3f}")
-        rows.append((a.draft, *((f"can't be used: {a.error}",) if a.error else numbers)))
+        rows.append((short(a.draft), *((f"can't be used: {a.error}",) if a.error else numbers)))
     widths = [max(len(row[i]) for row in rows if len(row) > 2) for i in range(5)]
     for row in rows:
         print("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip())

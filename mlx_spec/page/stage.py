@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Callable, Iterator
 
 from ..errors import DownloadError, PairError, SpecError
-from ..names import NO_DRAFT, catalogue, find, locate
+from ..names import NO_DRAFT, catalogue, find, locate, short
 
 WAIT_S = 0.25  # between two looks at the pair
 READING = "reading the prompt"
@@ -96,8 +96,8 @@ class Stage:
 
     def load(self, target: str, draft: str | None = None) -> threading.Thread:
         """In place of what is being loaded now. The thread ends with it."""
-        name = f"{target} without a draft" if draft == NO_DRAFT else f"{target} with {draft}" if draft else target
-        return self._start(Loading(name), partial(self._load, target=target, draft=draft))
+        beside = " without a draft" if draft == NO_DRAFT else f" with {short(draft)}" if draft else ""
+        return self._start(Loading(short(target) + beside), partial(self._load, target=target, draft=draft))
 
     def advise(self) -> threading.Thread:
         """Try every draft on this machine with the pair's target; replies wait meanwhile. The thread ends with it."""
@@ -111,7 +111,7 @@ class Stage:
     def _start(self, loading: Loading, work: Callable[[Loading], None]) -> threading.Thread:
         self.cancel()
         self._loading = loading
-        self._say(loading, "loading", f"{loading.what}: {loading.name} …")
+        self._say(loading, "loading", f"{loading.what}: {short(loading.name)} …")
         thread = threading.Thread(target=self._run, args=(loading, work), daemon=True)
         thread.start()
         return thread
@@ -161,7 +161,7 @@ class Stage:
         for event in loading.job:
             if isinstance(event, tuple):
                 draft, done = event
-                self._say(loading, "loading", f"which draft fits {loading.name}? trying {draft}, {done} of {PROMPTS} prompts; replies wait")
+                self._say(loading, "loading", f"which draft fits {short(loading.name)}? trying {short(draft)}, {done} of {PROMPTS} prompts; replies wait")
             else:
                 found = event
         if found is None:
