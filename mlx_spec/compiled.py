@@ -50,4 +50,4 @@ def signature(round: Any, o: Options) -> tuple:
     bias = tuple(sorted(o.logit_bias.items())) if o.logit_bias else None
     penalties = (o.repetition_penalty, o.repetition_context_size, o.presence_penalty,
                  o.presence_context_size, o.frequency_penalty, o.frequency_context_size)
-    return round.layers, drafter, round.sampling, round.rule, round.context, bias, penalties
+    return round.layers, drafter, round.sampling, round.rule, bias, penalties
