@@ -8,7 +8,6 @@ import sys
 from dataclasses import asdict
 
 from ..bench import texts
-from ..names import short
 
 HELP = "which draft fits this target?"
 USAGE = "--target MODEL [--drafts DIR ...] [options]"
@@ -28,6 +27,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..advise import advise, verdict
+    from ..names import short
     from ..pairs import load
 
     texts.load(args.prompts.split(","), 1)  # what is wrong with them is said before anything is loaded
