@@ -7,8 +7,10 @@ mlx_spec/arena.py; MLX is not imported before the page is up.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
+import socket
 import time
 import webbrowser
 from functools import partial
@@ -265,7 +267,7 @@ class Page:
         return self.reply_update(visitor.reply, formatted) | self.history_update(said, formatted)
 
     def load(self, pair: str | None, target: str, draft: str) -> str:
-        chosen = target.strip() or pair
+        chosen = target.strip() or pair or (self.stage.target if draft.strip() else "")  # a draft for what answers now
         if chosen:
             self.stage.load(chosen, draft.strip() or None)
         else:
@@ -329,13 +331,31 @@ def place_html(said: str, bad: bool = False) -> str:
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="app.py", description="Plain and speculative decoding race in the browser.")
-    made.add_argument("--pair", metavar="NAME", help="a pair by name, see `mlx_spec pairs` (default: the largest one on this machine)")
-    made.add_argument("--target", metavar="MODEL", help="the model that answers: owner/name on the hub, or a folder")
+    one = made.add_mutually_exclusive_group()
+    one.add_argument("--pair", metavar="NAME", help="a pair by name, see `mlx_spec pairs` (default: the largest one on this machine)")
+    one.add_argument("--target", metavar="MODEL", help="the model that answers: owner/name on the hub, or a folder")
     made.add_argument("--draft", metavar="MODEL", help="the model that proposes (default: the pair's; with --target, none)")
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
-    made.add_argument("--port", type=int, metavar="N", help="port (default: the first free one from 7860)")
+    made.add_argument("--port", type=_port, metavar="N", help="port (default: the first free one from 7860)")
     made.add_argument("--no-browser", action="store_true", help="don't open a browser")
     return made
+
+
+def _port(said: str) -> int:
+    if not (said.isdecimal() and 0 < int(said) < 2**16):
+        raise argparse.ArgumentTypeError(f"must be a number from 1 to 65535; got {said!r}")
+    return int(said)
+
+
+def check_address(host: str, port: int | None) -> None:
+    """Whether a server can listen there. Raises ValueError, which says what to change."""
+    try:
+        socket.create_server((host, port or 0)).close()  # IPv4, as Gradio's
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"port {port} is taken: give another --port, or none for the first free one") from error
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        raise ValueError(f"can't listen on {host}{f', port {port}' if port else ''}: {reason}") from error
 
 
 def theme() -> gr.themes.Base:
@@ -359,6 +379,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if args.pair and find(args.pair) is None:
         raise PairError(f"no pair has the name {args.pair!r}; pairs are: {', '.join(e.name for e in catalogue())}")
+    check_address(args.host, args.port)
     page = Page(Stage())
     address = serve(page, args.host, args.port)
     print(f"mlx_spec: {address}  (Ctrl-C ends it)", flush=True)

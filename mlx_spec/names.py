@@ -135,8 +135,9 @@ def _download_target(entry: Entry, revision: str | None, on_progress: OnProgress
 
 
 def short(name: str) -> str:
-    """To read: of a path, the folder and what it lies in."""
-    return "/".join(Path(name).parts[-2:]) if Path(name).is_absolute() else name
+    """To read: of a long path, the folder and what it lies in."""
+    parts = Path(name).parts
+    return "/".join(parts[-2:]) if Path(name).is_absolute() and len(parts) > 3 else name
 
 
 def pull(name: str, on_progress: OnProgress | None = None) -> list[Path]:

@@ -168,9 +168,11 @@ def load(target: str | Path, draft: str | Path | bool | None = None, *, adapter_
     target = str(target)
     entry = find(target)
     if draft is not False and not isinstance(draft, (str, os.PathLike, type(None))):
-        raise PairError(f"draft must be a name or a folder, None (the pair's own) or False (none); got {draft!r}")
+        raise PairError(f"draft must be a name, a folder, 'none' or None (the pair's own); got {draft!r}")
     if draft is None and entry is not None:
         draft = entry.draft_name
+    if draft in (None, NO_DRAFT) and (draft_adapter_path or draft_revision):
+        raise PairError("draft: there is none that could take the adapter or the revision; name one, or leave them out")
     if draft == "self":
         draft, draft_revision = target, draft_revision or revision
     model, tokenizer, notes = _load_one(target, adapter_path, revision, trust_remote_code, on_progress)
@@ -183,7 +185,7 @@ def load(target: str | Path, draft: str | Path | bool | None = None, *, adapter_
                      on_progress)
     except SpecError as e:
         if draft_required:
-            raise type(e)(f"draft {draft}: {e}") from e
+            raise type(e)(f"{f'draft {draft}'.strip()}: {e}") from e
         return Pair(model, None, tokenizer, name=target, notes=(*notes, f"draft off: {e}"))
 
 

@@ -47,7 +47,7 @@ def encode(tokenizer: TokenizerWrapper | None, prompt: str | Sequence[int] | Seq
 
 def _items(prompt: Any) -> list[Any]:
     try:
-        if isinstance(prompt, (bytes, bytearray)):
+        if isinstance(prompt, (bytes, bytearray, Mapping)):
             raise TypeError
         return list(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
     except TypeError:

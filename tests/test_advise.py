@@ -185,7 +185,7 @@ def test_where_lookup_alone_wins_the_command_is_one_without_a_draft(shelf, capsy
     *_, said, command = capsys.readouterr().out.strip().splitlines()
     assert said == f"prompt lookup without a draft makes {shelf.name}/target 1.20x as fast, as predicted" and "--draft none " in command
     assert load(target, "none").draft is None
-    with pytest.raises(PairError, match="False"):
+    with pytest.raises(PairError, match="got True"):
         load(target, True)
 
 

@@ -285,7 +285,7 @@ def test_ctrl_c_keeps_what_is_finished(bench, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments, said", [
-    (["-k", "0,65"], "num_draft_tokens"), (["--temp", "-1"], "temperature"), (["--temp", "warm"], "--temp takes"), (["-m", "-1"], "--max-tokens must"),
+    (["-k", "0,65"], "num_draft_tokens"), (["-k", ""], "-k is empty"), (["-k", ","], "-k is empty"), (["--temp", "-1"], "temperature"), (["--temp", "warm"], "--temp takes"), (["-m", "-1"], "--max-tokens must"),
     (["--out", "none/x.json"], "folder"), (["-n", "0"], "-n must"), (["--each", "-1"], "--each must"), (["--plot", "x.pdf"], "--plot must"),
     (["--out", "x.txt"], "--out must"),
     (["--baseline", "vllm"], "mlx-lm-plain, mlx-lm-spec"), (["--prompts", "poetry"], "chat, code"), (["--compare", "none.json"], "none.json")])
@@ -303,6 +303,11 @@ def test_advice_from_one_or_two_prompts_is_called_a_guess():
     assert "guess" not in figures.advice(found)
     found["runs"] = [r for r in found["runs"] if r["prompt"] == "chat-0"]
     assert figures.advice(found).endswith("with fewer than 3 prompts that is a guess.")
+
+
+def test_what_reads_as_one_is_no_loss():
+    shown = lambda gain: [line for line in render.markdown(made({("chat", 0): gain})).splitlines() if " k=0 " in line][0]  # noqa: E731
+    assert "| 1.00 " in shown(0.997) and "a loss" not in shown(0.997) and "a loss" in shown(0.99)
 
 
 def test_losses_are_said_and_acceptance_is_no_speed():

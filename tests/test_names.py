@@ -268,3 +268,9 @@ def test_the_package_offers_the_catalogue_as_a_function_whatever_was_imported_be
 def test_the_catalogue_is_read_without_mlx():
     code = "import sys; from mlx_spec.names import catalogue; catalogue(); print('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name, read", [
+    ("/a/b/c/d", "c/d"), ("/a/b", "/a/b"), ("/a", "/a"), ("/", "/"), ("/a/b/", "/a/b/"), ("owner/name", "owner/name"), ("a/b/c", "a/b/c"), ("demo", "demo")])
+def test_a_long_path_is_read_by_its_end(name, read):
+    assert names.short(name) == read

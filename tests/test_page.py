@@ -1,6 +1,7 @@
 """The page without a browser and without MLX: its handlers on an arena that says what a test wrote,
 then the running server through gradio_client."""
 
+import socket
 import subprocess
 import sys
 import threading
@@ -481,9 +482,9 @@ def test_a_draft_that_fails_leaves_a_banner_and_a_pair_that_fails_leaves_the_old
 
     stage = loading_stage(prepare)
     stage.load("x", "y").join(60)
-    assert (stage.kind, stage.status) == ("off", "x with y is ready · draft off: it has another tokenizer")
+    assert (stage.kind, stage.status) == ("off", "x is ready · draft off: it has another tokenizer")
     stage.load("bad").join(60)
-    assert stage.kind == "bad" and stage.status == "no such folder: bad · x with y still answers" and not stage.loading
+    assert stage.kind == "bad" and stage.status == "no such folder: bad · x still answers" and not stage.loading
     stage.arena.worker.close()
 
 
@@ -540,6 +541,32 @@ def test_what_was_fetched_is_shown_as_here(page, monkeypatch):
 def test_a_wrong_pair_name_is_one_line():
     with pytest.raises(SpecError, match="no pair has the name 'nope'; pairs are: "):
         page_app.main(["--pair", "nope"])
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "http"])
+def test_a_wrong_port_is_a_wrong_command_line(port, capsys, monkeypatch):
+    monkeypatch.setattr(page_app, "serve", lambda *_: pytest.fail("it listens"))
+    with pytest.raises(SystemExit) as ended:
+        page_app.main([f"--port={port}"])
+    assert ended.value.code == 2 and "must be a number from 1 to 65535" in capsys.readouterr().err
+
+
+def test_an_address_that_can_not_be_had_is_one_line_that_says_why(monkeypatch):
+    monkeypatch.setattr(page_app, "serve", lambda *_: pytest.fail("it listens"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} is taken: give another --port"):
+            page_app.main([f"--port={port}"])
+    page_app.check_address("127.0.0.1", port)
+    with pytest.raises(ValueError, match=r"can't listen on nowhere.invalid, port 7860: [^()]+$"):
+        page_app.main(["--host=nowhere.invalid", "--port=7860"])
+
+
+def test_a_target_and_a_pair_are_not_both_taken(capsys, monkeypatch):
+    monkeypatch.setattr(page_app, "serve", lambda *_: pytest.fail("it listens"))
+    with pytest.raises(SystemExit):
+        page_app.main(["--pair", "demo", "--target", "x"])
+    assert "not allowed with" in capsys.readouterr().err
 
 
 # the running server

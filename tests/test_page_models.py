@@ -47,6 +47,14 @@ def test_loading_nothing_says_what_to_choose(open_page):
         assert "tiny is ready" in page.load(None, " ", "")
 
 
+def test_a_draft_by_itself_is_for_the_pair_that_answers(open_page, monkeypatch):
+    page, asked = open_page(), []
+    monkeypatch.setattr(page.stage, "load", lambda *names: asked.append(names))
+    page.load(None, "", " none ")
+    page.load("other", "", "x")
+    assert asked == [(page.stage.target, "none"), ("other", "x")] and page.stage.target
+
+
 def ask(page, visitor, said="hello", mode="race", system="", settings=SHORT):
     """What a visitor sees in the end: the last value of every widget."""
     seen = {}

@@ -187,6 +187,14 @@ def test_the_targets_adapter_never_reaches_the_draft_a74(good, adapter):
         assert (changed(pair.target), changed(pair.draft)) == expected
 
 
+@pytest.mark.parametrize("draft", [None, "none"])
+@pytest.mark.parametrize("given", ["draft_adapter_path", "draft_revision"])
+def test_what_is_said_of_a_draft_that_is_not_there_is_not_ignored(good, draft, given):
+    with pytest.raises(PairError, match="^draft: there is none that could take"):
+        load(good, draft, **{given: "x"})
+    assert load(good, False, **{given: "x"}).draft is None  # for this reply only: nothing is to be drafted
+
+
 def test_a_model_that_drafts_for_itself_is_loaded_once_unless_an_adapter_is_between_a74(good, adapter):
     pair = load(good, "self")
     assert pair.draft is pair.target

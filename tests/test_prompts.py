@@ -44,7 +44,7 @@ def test_ids_of_any_integer_kind_pass_through_and_are_checked():
             encode(TOK, bad)
     with pytest.raises(ValueError, match="from 0 to 9; got 10"):
         encode(None, [10], vocab_size=10)
-    for bad in (None, 7, b"x"):
+    for bad in (None, 7, b"x", {"role": "user", "content": "x"}):
         with pytest.raises(ValueError, match="must be text, token ids or messages"):
             encode(TOK, bad)
 

@@ -55,7 +55,7 @@ def test_replies_go_to_stdout_and_a_line_of_figures_to_stderr(talk, pair):
 
 
 def test_a_reply_can_be_had_anew_and_a_turn_said_differently(talk, pair):
-    _, out, _ = talk("hello", "/retry", "/edit good bye", "/clear", "hello", "/quit", "never said")
+    _, out, _ = talk("hello", "/retry", "/edit good bye", "/clear", "hello", "/quit now", "never said")
     hello = cold(pair, "hello")
     assert out == printed(hello, hello, cold(pair, "good bye"), hello)
 

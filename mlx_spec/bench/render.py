@@ -107,7 +107,7 @@ def _cells(row: Row) -> list[str]:
 
 def _remark(row: Row) -> str:
     said = ["BUG: no speed"] * bool(row.bugs)
-    said += ["a loss"] * bool(row.speedup and row.speedup["median"] < 1)
+    said += ["a loss"] * bool(row.speedup and round(row.speedup["median"], 2) < 1)
     said += [row.mode] * (row.arm.engine == OURS and row.arm.k != 0 and row.mode != "speculative")
     said += [f"draft prefill {number(row.draft_prompt_s)} s"] * (row.draft_prompt_s is not None)
     said += [f"{row.looked_up} drafts looked up"] * bool(row.looked_up)

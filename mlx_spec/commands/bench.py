@@ -71,7 +71,9 @@ def _check_files(args: argparse.Namespace) -> None:
 
 
 def _asked(args: argparse.Namespace) -> tuple[list, list[float], list[str], Options]:
-    ks = [_k(k) for k in _list(args.k or ("auto,0" if args.quick else "auto,0,4"))]
+    ks = [_k(k) for k in _list(("auto,0" if args.quick else "auto,0,4") if args.k is None else args.k)]
+    if not ks:
+        raise ValueError("-k is empty: give draft lengths, as auto,0,4")
     temperatures, baselines = [_temperature(t) for t in _list(args.temp) or ["0"]], _list(args.baseline)
     tokens = (48 if args.quick else 96) if args.max_tokens is None else args.max_tokens
     if unknown := set(baselines) - set(BASELINES):

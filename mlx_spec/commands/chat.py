@@ -74,7 +74,7 @@ class Talk:
             except KeyboardInterrupt:
                 tell("\nCtrl-D or /quit leaves")
                 continue
-            if line.strip() == "/quit":
+            if line.strip().partition(" ")[0] == "/quit":
                 return 0
             if line.strip():
                 self._do(line)

@@ -108,8 +108,8 @@ def _report(result: Result) -> str:
     from ..hub import readable
 
     s = result.stats
-    read, written = ("n/a" if tps is None else f"{tps:.1f} tokens/s" for tps in (s.prompt_tps, s.generation_tps))
-    first = "" if s.ttft_s is None else f", the first after {s.ttft_s:.2f} s"
+    read, written = ("n/a" if not tps else f"{tps:.1f} tokens/s" for tps in (s.prompt_tps, s.generation_tps))
+    first = "" if s.ttft_s is None or not s.generation_tokens else f", the first after {s.ttft_s:.2f} s"
     accepted = "n/a (nothing was drafted)" if s.acceptance_rate is None else (
         f"{s.accepted} of {s.drafted} drafted ({s.acceptance_rate:.0%}), {s.tokens_per_round:.2f} tokens a round")
     lines = [

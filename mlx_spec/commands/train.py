@@ -91,7 +91,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=_count, default="2M", metavar="N", help="answer tokens, as 500000, 500K or 2M")
     add("--data", type=Path, metavar="PATH", help="a .jsonl file or a folder of .jsonl, .txt, .md: prompts, conversations, "
                                                   "documents (default: the target makes up user turns)")
-    add("--own", type=_count, default=0, metavar="N", help="answer tokens that the target writes beside --data (default: none)")
+    add("--own", type=_count, default=0, metavar="N", help="answer tokens that the target writes beside --data")
     add("--max-length", type=int, default=512, metavar="N", help="tokens of a text at most")
     add = parser.add_argument_group("training").add_argument
     add("--begin", type=Path, metavar="DIR", help="an earlier draft of this kind to go on from (default: new weights)")

@@ -94,6 +94,11 @@ class Stage:
     def ready(self) -> bool:
         return self.arena is not None and self.arena.pair is not None
 
+    @property
+    def target(self) -> str:
+        """As `load` takes it, of the pair that answers; empty without one."""
+        return str(self.arena.pair.name) if self.ready else ""
+
     def load(self, target: str, draft: str | None = None) -> threading.Thread:
         """In place of what is being loaded now. The thread ends with it."""
         beside = " without a draft" if draft == NO_DRAFT else f" with {short(draft)}" if draft else ""
@@ -106,7 +111,7 @@ class Stage:
         if not self.ready:
             raise SpecError("no pair is loaded: load the target first")
         self.advice = "", []
-        return self._start(Loading(str(self.arena.pair.name), "the search for a draft"), self._advise)
+        return self._start(Loading(self.target, "the search for a draft"), self._advise)
 
     def _start(self, loading: Loading, work: Callable[[Loading], None]) -> threading.Thread:
         self.cancel()
@@ -149,9 +154,9 @@ class Stage:
         if not events:  # it never started
             loading.check()
         notes = events[-1].notes
-        self.pair_name = loading.name
         off = any(note.startswith("draft off") for note in notes)
-        self._say(loading, "off" if off else "ready", " · ".join((f"{loading.name} is ready", *notes)))
+        self.pair_name = short(target) if off else loading.name
+        self._say(loading, "off" if off else "ready", " · ".join((f"{self.pair_name} is ready", *notes)))
 
     def _advise(self, loading: Loading) -> None:
         from ..advise import PROMPTS, verdict
