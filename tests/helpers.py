@@ -27,6 +27,9 @@ def plain(model, ids, n, **options):
     return [token for (token, _), _ in zip(steps, range(n))]
 
 
+SHARED = []  # pairs that many tests use: one that changes them puts them back
+
+
 @lru_cache(maxsize=None)
 def pair(name="llama", draft="noisy"):
     """A tiny pair without a tokenizer. draft: 'same', 'noisy', 'other', 'heads', 'deep heads', 'mlp',
@@ -42,7 +45,9 @@ def pair(name="llama", draft="noisy"):
         "reduced mlp": lambda: mlp(target, vocab=200, tie_weights=True, scale_input=True),
         None: lambda: None,
     }
-    return Pair(target, drafts[draft]())
+    made = Pair(target, drafts[draft]())
+    SHARED.append(made)
+    return made
 
 
 def heads(target, depths=(), vocab=None, layers=1, seed=3):

@@ -172,13 +172,12 @@ def test_the_warm_up_has_run_all_that_auto_can_choose(draft, monkeypatch):
     assert {(k, DRAFT) for k in range(largest + 1)} | {(k, LOOKUP) for k in LOOKUP_KS} <= set(ran)
 
 
-def test_a_warm_up_goes_on_where_replies_end_early():
+def test_a_warm_up_goes_on_where_replies_end_early(monkeypatch):
     pair = helpers.pair(draft="noisy")
-    pair.end_ids = frozenset(helpers.decode(pair, tiny.PROMPT, max_tokens=6, num_draft_tokens=0)[1][5:])
+    monkeypatch.setattr(pair, "end_ids", frozenset(helpers.decode(pair, tiny.PROMPT, max_tokens=6, num_draft_tokens=0)[1][5:]))
     every, before = [], run.EveryChoice.__init__
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(run.EveryChoice, "__init__", lambda self: (before(self), every.append(self))[0])
-        run.warm_auto(pair, tiny.PROMPT, Options())
+    monkeypatch.setattr(run.EveryChoice, "__init__", lambda self: (before(self), every.append(self))[0])
+    run.warm_auto(pair, tiny.PROMPT, Options())
     assert every[0].turns > LARGEST + len(LOOKUP_KS)
 
 
