@@ -23,8 +23,8 @@ os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_RUN_HISTORY="False")
 import gradio as gr  # noqa: E402
 import pandas as pd  # noqa: E402
 
-from mlx_spec.errors import PairError, SpecError  # noqa: E402
-from mlx_spec.names import catalogue, find, short  # noqa: E402
+from mlx_spec.errors import SpecError  # noqa: E402
+from mlx_spec.names import catalogue, need, short  # noqa: E402
 from mlx_spec.page import numbers, text  # noqa: E402
 from mlx_spec.page.stage import READING, Stage, Visitor, best_pair  # noqa: E402
 from mlx_spec.types import VERIFY_RULES  # noqa: E402
@@ -377,8 +377,8 @@ def serve(page: Page, host: str = "127.0.0.1", port: int | None = None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    if args.pair and find(args.pair) is None:
-        raise PairError(f"no pair has the name {args.pair!r}; pairs are: {', '.join(e.name for e in catalogue())}")
+    if args.pair:
+        need(args.pair)
     check_address(args.host, args.port)
     page = Page(Stage())
     address = serve(page, args.host, args.port)

@@ -189,6 +189,12 @@ def test_where_lookup_alone_wins_the_command_is_one_without_a_draft(shelf, capsy
         load(target, True)
 
 
+def test_the_command_can_be_pasted_whatever_a_folder_is_called(shelf, capsys, monkeypatch):
+    monkeypatch.setattr(module, "advise", lambda *_: [module.Advice("/my models/a b", 2, 1.5, (0.8,), 0.1)])
+    assert cli.main(["advise", "--target", str(shelf / "target")]) == 0
+    assert " --draft '/my models/a b' --prompt" in capsys.readouterr().out
+
+
 def test_where_none_helps_the_command_says_so(shelf, capsys, monkeypatch):
     """A06: a draft that loses is not recommended."""
     steep = tuple(float(m) for m in range(1, 10))

@@ -471,6 +471,13 @@ def test_a_second_ctrl_c_ends_the_process_at_once(folders):
     assert p.returncode == 130 and b"Traceback" not in err
 
 
+def test_a_reply_without_a_token_has_no_first_one():
+    from mlx_spec.types import Result, Stats
+
+    said = generate._report(Result("", (), "cancelled", Stats(prompt_tokens=9, prompt_s=0.1, generation_s=0.1, ttft_s=0.2), 1))
+    assert "generation:  0 tokens, n/a, end: cancelled" in said and "90.0 tokens/s" in said
+
+
 def test_ctrl_c_while_loading_is_one_line(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt

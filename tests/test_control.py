@@ -258,8 +258,6 @@ def test_k_shrinks_while_one_reply_gets_longer():
 
 
 @pytest.mark.parametrize("gain, k", [(1.01, 0), (1.06, 2)])
-
-
 def test_a_lookup_must_gain_as_much_as_another_k(gain, k):
     one = auto(Costs((1.0, 9.0, 1.75 / gain, *[9.0] * 6), None))  # of a match of 3, 1.75 tokens are expected
     one.begin()

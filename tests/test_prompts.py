@@ -45,7 +45,7 @@ def test_ids_of_any_integer_kind_pass_through_and_are_checked():
     with pytest.raises(ValueError, match="from 0 to 9; got 10"):
         encode(None, [10], vocab_size=10)
     for bad in (None, 7, b"x", {"role": "user", "content": "x"}):
-        with pytest.raises(ValueError, match="must be text, token ids or messages"):
+        with pytest.raises(ValueError, match=f"must be text, token ids or messages; got {type(bad).__name__}$"):
             encode(TOK, bad)
 
 

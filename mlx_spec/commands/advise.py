@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from shlex import quote
 
 from ..bench import texts
 
@@ -47,5 +48,5 @@ def run(args: argparse.Namespace) -> int:
     print("\nacceptance: by place in the round, of four drafts a round; c: a draft step over a target step")
     print(verdict(args.target, found), flush=True)
     if found[0].helps:
-        print(f"mlx_spec generate --target {args.target} --draft {found[0].name} --prompt ...", flush=True)
+        print(f"mlx_spec generate --target {quote(args.target)} --draft {quote(found[0].name)} --prompt ...", flush=True)
     return 0
