@@ -538,7 +538,8 @@ def test_what_was_fetched_is_shown_as_here(page, monkeypatch):
     assert page.enter(Visitor(), SimpleNamespace(session_hash="tab"))["choices"] == [("x · 2.0 GB · here · a pair", "x")]
 
 
-def test_a_wrong_pair_name_is_one_line():
+def test_a_wrong_pair_name_is_one_line(monkeypatch):
+    monkeypatch.setattr(page_app, "serve", lambda *_: pytest.fail("it listens"))
     with pytest.raises(SpecError, match="no pair has the name 'nope'; pairs are: "):
         page_app.main(["--pair", "nope"])
 
